@@ -15,7 +15,7 @@ from flatout.cures.dataset_now import Dataset, DatasetNow
 from flatout.cures.features import keep_features, keep_whole
 from flatout.cures.kept_samples import FIELD, Keeping
 from flatout.data import sample_names
-from flatout.data.features import room
+from flatout.data.features import files
 from flatout.data.features.key import hashed
 from flatout.train.parts.features.choice import Choice
 
@@ -236,7 +236,7 @@ def test_other_inputs_are_computed(batch):
 
 
 def test_a_full_memory_keeps_what_it_has(monkeypatch):
-    monkeypatch.setattr(room, "available_bytes", lambda: (512 << 20) + 6 * 24)
+    monkeypatch.setattr(files, "available_bytes", lambda: (512 << 20) + 6 * 24)
     job = Job()
     assert job.computes(X[:4])
     assert not job.computes(X[:4])
@@ -247,7 +247,7 @@ def test_a_full_memory_keeps_what_it_has(monkeypatch):
 
 
 def test_samples_of_which_none_comes_again_are_forgotten(monkeypatch):
-    monkeypatch.setattr(room, "available_bytes", lambda: (512 << 20) + 6 * 24)
+    monkeypatch.setattr(files, "available_bytes", lambda: (512 << 20) + 6 * 24)
     job = Job()
     assert job.computes(X[:4])
     assert job.computes(X[4:])

@@ -19,7 +19,7 @@ from flatout.cures.install import CURES, in_words, wanted
 from flatout.cures.later import DeferredNumber
 from flatout.cures.sample_store import Store, form_of
 from flatout.cures.self_test import check
-from flatout.data.digests.unchanged import Attributes
+from flatout.data.digests.reach import Attributes
 from flatout.errors import FlatoutError
 from flatout.recipe import FIELDS, PLAIN, Choice, Parity, Recipe
 

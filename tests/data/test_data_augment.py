@@ -6,10 +6,10 @@ import torch
 from data_made_up import same
 
 import flatout
-from flatout.data.augmentation.draws import Draws
 from flatout.data.augmentation.resized_crop import ResizedCrop
 from flatout.data.execution.samples import Costs
 from flatout.data.execution.varying import variant, variants
+from flatout.data.randomness import Draws
 from flatout.data.reading.buffers import Buffers
 from flatout.errors import DataError
 

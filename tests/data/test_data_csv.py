@@ -18,7 +18,7 @@ import flatout.data
 from flatout.data.reading.buffers import Buffers
 from flatout.data.reading.error_policy import ErrorPolicy
 from flatout.data.reading.files import find
-from flatout.data.sources.csv import csv_split
+from flatout.data.sources.csv import csv_text
 from flatout.errors import DataError
 
 pytest.importorskip("pyarrow")
@@ -224,17 +224,17 @@ def test_rows_are_cut_where_python_cuts_them(table, quoting, newline, window, da
     writer.writerows(table)
     text = out.getvalue()
     content = text.encode()
-    dialect = csv_split.Dialect()
-    whole = csv_split.split_rows(np.frombuffer(content, np.uint8), True, dialect, window)
+    dialect = csv_text.Dialect()
+    whole = csv_text.split_rows(np.frombuffer(content, np.uint8), True, dialect, window)
     pieces = [content[a:b].decode() for a, b in zip(whole.starts, whole.ends, strict=True)]
     assert [_by_python(piece)[0] for piece in pieces] == table
     assert not whole.problem
     assert whole.consumed == len(content)
     # Cut the bytes at any place. The rest begins at `consumed`.
     cut = data.draw(st.integers(0, len(content)))
-    first = csv_split.split_rows(np.frombuffer(content[:cut], np.uint8), False, dialect, window)
+    first = csv_text.split_rows(np.frombuffer(content[:cut], np.uint8), False, dialect, window)
     rest = content[first.consumed :]
-    then = csv_split.split_rows(np.frombuffer(rest, np.uint8), True, dialect, window)
+    then = csv_text.split_rows(np.frombuffer(rest, np.uint8), True, dialect, window)
     starts = [*first.starts, *(then.starts + first.consumed)]
     assert starts == whole.starts.tolist()
     assert [*first.ends, *(then.ends + first.consumed)] == whole.ends.tolist()
@@ -243,7 +243,7 @@ def test_rows_are_cut_where_python_cuts_them(table, quoting, newline, window, da
 @given(st.text(st.sampled_from('ab"\n,'), max_size=60))
 @settings(deadline=None, max_examples=400)
 def test_stray_quotes_mean_nothing_to_us_and_to_python(text):
-    found = csv_split.split_rows(np.frombuffer(text.encode(), np.uint8), True, csv_split.Dialect())
+    found = csv_text.split_rows(np.frombuffer(text.encode(), np.uint8), True, csv_text.Dialect())
     rows = [text[a:b] for a, b in zip(found.starts, found.ends, strict=True)]
     if found.problem:
         assert _by_python(text)[: len(rows)] == [_by_python(row)[0] for row in rows]

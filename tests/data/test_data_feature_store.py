@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data.features import room
+from flatout.data.features import files
 from flatout.data.features.key import feature_key
 from flatout.data.features.row_log import RowPart
 from flatout.data.features.store import FeatureStore
@@ -93,7 +93,7 @@ def test_memory_that_others_need_is_left_to_them(monkeypatch):
     store = FeatureStore.open("key", 10, [LABEL], "memory", budget=1 << 20)
     told = []
     store.say = told.append
-    monkeypatch.setattr(room, "available_bytes", lambda: (512 << 20) + 2 * 8)
+    monkeypatch.setattr(files, "available_bytes", lambda: (512 << 20) + 2 * 8)
     store.put(np.arange(3), [torch.arange(3)])
     assert store.kept == 2
     assert told == [

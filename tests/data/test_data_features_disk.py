@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flatout.cache_folder import cache_folder
-from flatout.data.features import room
+from flatout.data.features import files
 from flatout.data.features.row_log import RECORD, RowPart
 from flatout.data.features.store import FeatureStore
 
@@ -346,8 +346,8 @@ def test_of_a_disk_some_stays_free(monkeypatch, tmp_path):
     class Found:
         f_blocks, f_bavail, f_frsize = 1000, 100, 4096
 
-    monkeypatch.setattr(room.os, "statvfs", lambda place: Found)
-    assert room.disk_room() == (100 - 50) * 4096
+    monkeypatch.setattr(files.os, "statvfs", lambda place: Found)
+    assert files.disk_room() == (100 - 50) * 4096
 
 
 def test_clean_lists_and_removes_it():

@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 
-from flatout.data.workers import handing
+from flatout.data.workers import worker
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def ends():
 
 
 def through(ends, value):
-    handing.send(ends[0], value)
-    return handing.receive(ends[1])
+    worker.send(ends[0], value)
+    return worker.receive(ends[1])
 
 
 def test_a_value_comes_as_it_was_sent(ends):
@@ -73,7 +73,7 @@ def test_what_came_can_be_written_to_and_no_descriptor_stays_open(ends):
 
 def test_what_cannot_be_sent_leaves_the_pipe_as_it_was(ends):
     with pytest.raises((AttributeError, TypeError)):
-        handing.send(ends[0], (torch.zeros(2), lambda: None))
+        worker.send(ends[0], (torch.zeros(2), lambda: None))
     assert through(ends, 1) == 1
 
 
@@ -82,4 +82,4 @@ def test_an_end_between_a_value_and_its_memory_is_one(ends):
     with socket.fromfd(ends[0].fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as way:
         way.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
-        handing.receive(ends[1])
+        worker.receive(ends[1])

@@ -12,7 +12,7 @@ from train_jobs import figures, quiet, same
 import flatout
 from flatout.data.execution import samples
 from flatout.data.reading.files import stamp_of, stamps_of
-from flatout.data.sources.images import image_folders
+from flatout.data.sources.images import image_files
 from flatout.models import Cut, find_cuts
 from flatout.recipe import Recipe
 from flatout.train.parts.features import features
@@ -132,7 +132,7 @@ def test_images_without_labels_find_what_was_kept_with_them(tmp_path, made, monk
     assert computed(made) < 20
     with monkeypatch.context() as patch:
         asked = []
-        patch.setattr(image_folders, "stamp_of", lambda path: asked.append(path) or stamp_of(path))
+        patch.setattr(image_files, "stamp_of", lambda path: asked.append(path) or stamp_of(path))
         patch.setattr(samples, "stamps_of", lambda paths: asked.extend(paths) or stamps_of(paths))
         assert torch.equal(trainer.predict(unlabeled), expected[0])
         assert sorted(asked) == sorted(map(str, folder.rglob("*.png")))  # each once

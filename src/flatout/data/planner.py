@@ -31,8 +31,7 @@ from flatout.data.execution.cache import Cached
 from flatout.data.execution.featured import Numbered
 from flatout.data.execution.labels import targets_of
 from flatout.data.execution.program import Functions, Maker, Program
-from flatout.data.execution.replaced_files import files_of
-from flatout.data.execution.row_names import named_slots
+from flatout.data.execution.row_names import files_of, named_slots
 from flatout.data.execution.samples import Costs, Decoded, Samples, name_of
 from flatout.data.execution.stream_program import StreamProgram, StreamRows
 from flatout.data.execution.varying import endless, variant, variants

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.augmentation.draws import Draws
 from flatout.data.augmentation.resized_crop import ResizedCrop, Size, is_count
+from flatout.data.randomness import Draws
 from flatout.data.reading.block import Numbers
 from flatout.data.reading.buffers import Buffers
 from flatout.errors import DataError

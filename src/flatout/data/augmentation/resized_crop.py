@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.augmentation.draws import Draws
+from flatout.data.randomness import Draws
 from flatout.data.reading.block import Numbers
 from flatout.errors import DataError
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from flatout.data.batches.batch import tensors_in
-from flatout.data.batches.objects import tensors_of_object
+from flatout.data.batches.batch import tensors_in, tensors_of_object
 
 NO_ROWS = "the inputs have no row for each sample"
 """Reason why a jagged batch is not split, not compiled for its shape and not stored."""

@@ -11,13 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flatout.data.batches.batch import Batch, Tensors, named_tensors
+from flatout.data.batches.batch import Batch, Tensors, named_tensors, tensors_of_object
 from flatout.data.batches.jagged_batch import (
     holds_object,
     is_surely_jagged,
     samples_without_targets,
 )
-from flatout.data.batches.objects import tensors_of_object
 from flatout.errors import DataError
 
 Others: TypeAlias = list[tuple[str, Any]]

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.augmentation.augmentation import Augmentation, Pixels
-from flatout.data.augmentation.draws import Draws
 from flatout.data.batches.batch import named_tensors
 from flatout.data.batches.form import Form, Tree
 from flatout.data.digests.digests import digest_of
 from flatout.data.execution.samples import Costs, Decoded, Lender, LentRows, Samples
 from flatout.data.execution.turns import Turns, turns_left
+from flatout.data.randomness import Draws
 from flatout.data.reading.block import Block, Numbers, Values
 from flatout.data.reading.buffers import Buffers
 from flatout.errors import DataError

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from flatout.data.batches.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
 from flatout.data.batches.form import Form
-from flatout.data.execution.replaced_files import ReplacedFiles, WatchedFiles
-from flatout.data.execution.row_names import NamedSlots
+from flatout.data.execution.row_names import NamedSlots, ReplacedFiles, WatchedFiles
 from flatout.data.execution.turns import Turns, turns_at
 from flatout.data.features.store import FeatureStore
 from flatout.data.reading.block import Numbers

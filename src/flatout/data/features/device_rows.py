@@ -9,7 +9,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from flatout.data.features.room import device_room
+from flatout.data.features.files import device_room
 from flatout.data.features.row_log import RowPart
 from flatout.data.reading.block import Numbers
 

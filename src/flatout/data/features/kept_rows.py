@@ -14,9 +14,15 @@ import torch
 from flatout.cache_folder import cache_folder
 from flatout.console import say_as_is
 from flatout.data.features.device_rows import DeviceRows
-from flatout.data.features.files import disk_files, has_rows, memory_files
+from flatout.data.features.files import (
+    DEVICE_SHARE,
+    disk_files,
+    disk_room,
+    has_rows,
+    memory_files,
+    memory_room,
+)
 from flatout.data.features.key import VERSION
-from flatout.data.features.room import DEVICE_SHARE, disk_room, memory_room
 from flatout.data.features.row_log import Files, Names, RowLog, RowPart
 from flatout.data.reading.block import Numbers
 from flatout.data.reading.buffers import Buffers

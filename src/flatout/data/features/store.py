@@ -39,7 +39,7 @@ class NamedStore(KeptRows):
             key: result of `feature_key`.
             row: the tensors of a row.
             where: "memory", "disk" or "auto".
-            budget: maximum bytes of the rows; None means the limits in `room.py`.
+            budget: maximum bytes of the rows; None means the limits in `files.py`.
             expected: expected number of rows; None if not known.
         """
         return cls(opened(key, row, where, budget, expected))
@@ -153,7 +153,7 @@ class FeatureStore(KeptRows):
             slots: number of slots; an earlier run may have had fewer, or more.
             row: the tensors of a row.
             where: "memory", "disk" or "auto".
-            budget: maximum bytes of the rows; None means the limits in `room.py`.
+            budget: maximum bytes of the rows; None means the limits in `files.py`.
             names: name of each slot's row, uint64 of shape (slots, 2), if it is not the slot. By
                 their names, rows of samples that have other numbers now are found, and rows of
                 samples that were replaced are not.

@@ -26,8 +26,14 @@ from flatout.data.sources.arrow.arrow_schema import (
     used_names,
 )
 from flatout.data.sources.csv.csv_begin import BOM
-from flatout.data.sources.csv.csv_split import Dialect, dialect_of, split_rows
-from flatout.data.sources.csv.csv_text import in_one_piece, not_utf8, read_text
+from flatout.data.sources.csv.csv_text import (
+    Dialect,
+    dialect_of,
+    in_one_piece,
+    not_utf8,
+    read_text,
+    split_rows,
+)
 from flatout.errors import DataError
 
 # Name of a change: a code has lost its leading zeros.

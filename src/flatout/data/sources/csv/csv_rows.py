@@ -43,21 +43,26 @@ from flatout.data.sources.csv.csv_begin import (
     UNNAMED,
     FileBegin,
     begin_of,
-    found_types,
-    samples_of,
-    shared_names,
-)
-from flatout.data.sources.csv.csv_decoder import CsvDecoder
-from flatout.data.sources.csv.csv_sniff import (
     fields_of,
+    found_types,
     has_header,
     marked_encoding,
     sample_of,
+    samples_of,
+    shared_names,
     sniff_decimal,
     sniff_delimiter,
 )
-from flatout.data.sources.csv.csv_split import MISSING, Dialect, dialect_of
-from flatout.data.sources.csv.csv_text import in_one_piece, not_utf8, read_text
+from flatout.data.sources.csv.csv_decoder import CsvDecoder
+from flatout.data.sources.csv.csv_text import (
+    MISSING,
+    Dialect,
+    dialect_of,
+    in_one_piece,
+    is_readable,
+    not_utf8,
+    read_text,
+)
 from flatout.measure import usable_cpus
 
 # Options that CSV schemas may have in addition to the options of all tables.
@@ -281,13 +286,5 @@ def _row_of(text: bytes, buffer: Bytes, starts: Numbers, ends: Numbers) -> tuple
         if text in row:
             return number, row.index(text) + at, result
     # Doubled quotes in the row are single quotes in the text.
-    number = next(number for number, row in enumerate(rows) if not _is_utf8(row))
+    number = next(number for number, row in enumerate(rows) if not is_readable(row))
     return (number, *not_utf8(rows[number]))
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -25,11 +25,10 @@ from flatout.data.execution.samples import Fetched
 from flatout.data.pipeline import Pipeline
 from flatout.data.planner import FirstSamples
 from flatout.data.randomness import batch_seed
-from flatout.data.sources.datasets.dataset_source import DatasetSource
+from flatout.data.sources.datasets.dataset_source import DatasetSource, same_batch
 from flatout.data.sources.datasets.iterable import IterableSource, length_of, name_digest
 from flatout.data.sources.datasets.kept_workers import KeptWorkers
 from flatout.data.sources.datasets.tuned_dataset import OTHER_VALUES, SILENT_S, TunedDatasetSource
-from flatout.data.sources.datasets.whole_batches import same_batch
 from flatout.data.sources.datasets.worker_errors import named_faults
 from flatout.data.stages import Options
 from flatout.data.workers.read_ahead import EpochReader

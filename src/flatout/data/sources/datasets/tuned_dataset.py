@@ -28,8 +28,12 @@ from flatout.data.batches.batch import Batch, named_tensors
 from flatout.data.digests.reach import bound_to_training, own_generator, shared_by_fork
 from flatout.data.execution.batch_sampler import BatchSampler
 from flatout.data.randomness import batch_seed
-from flatout.data.sources.datasets.dataset_source import DatasetSource, Draw
-from flatout.data.sources.datasets.whole_batches import WholeBatches, same_batch
+from flatout.data.sources.datasets.dataset_source import (
+    DatasetSource,
+    Draw,
+    WholeBatches,
+    same_batch,
+)
 from flatout.data.workers.read_ahead import read_ahead
 from flatout.data.workers.worker_tuner import Workers, WorkerTuner
 from flatout.devices import read_shm

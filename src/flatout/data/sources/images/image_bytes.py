@@ -14,8 +14,7 @@ from flatout.data.reading.buffers import Buffers
 from flatout.data.reading.error_policy import ErrorPolicy
 from flatout.data.reading.files import Paths
 from flatout.data.reading.schema import Column, Schema
-from flatout.data.sources.images.image_files import check_no_splits, find_images
-from flatout.data.sources.images.image_folders import ImageFolders
+from flatout.data.sources.images.image_files import ImageFolders, check_no_splits, find_images
 from flatout.data.sources.images.image_header import Damaged
 from flatout.words import counted, size_words
 

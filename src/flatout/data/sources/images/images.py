@@ -11,8 +11,7 @@ from flatout.data.reading.error_policy import ErrorPolicy, OnError
 from flatout.data.reading.files import Paths
 from flatout.data.reading.schema import Given, Schema, as_schema
 from flatout.data.sources.images.image_decode import HAVE_PILLOW, Resize
-from flatout.data.sources.images.image_files import check_no_splits, find_images
-from flatout.data.sources.images.image_folders import ImageFolders
+from flatout.data.sources.images.image_files import ImageFolders, check_no_splits, find_images
 from flatout.data.sources.images.image_records import ImageRecords
 from flatout.data.sources.images.image_rows import ImageOptions, ImageRows, Images
 from flatout.errors import DataError

@@ -122,7 +122,7 @@ class _Csv:
     text = True
 
     def __init__(self, schema: Schema, name: str, headers: bool, changes: Changes) -> None:
-        from flatout.data.sources.csv.csv_split import MISSING, dialect_of
+        from flatout.data.sources.csv.csv_text import MISSING, dialect_of
 
         defaults = {"delimiter": ",", "quote": '"', "header": True, "missing": list(MISSING)}
         options = {**defaults, **schema.options}
@@ -138,7 +138,7 @@ class _Csv:
         self._inner: StreamDecoder | None = None
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        from flatout.data.sources.csv.csv_split import split_rows
+        from flatout.data.sources.csv.csv_text import split_rows
 
         if self._inner is not None:
             return self._inner.split(buffer, final)
