@@ -5,7 +5,7 @@ from jobs import job
 
 from flatout.errors import SubmitError
 from flatout.submit.code import collect
-from flatout.submit.inputs import in_arguments, look_at, mount_of
+from flatout.submit.inputs import in_arguments, input_of, mount_of
 from flatout.submit.shared import unseen
 
 MOUNTS = """\
@@ -51,18 +51,18 @@ def test_what_no_node_sees_is_named_with_its_file_system(tmp_path):
     (tmp_path / "day.svm").write_text("1 1:1\n")
     (tmp_path / "config.yaml").write_text("a: 1\n")
     code = collect(tmp_path)
-    day = look_at("day.svm", tmp_path, code)
+    day = input_of("day.svm", tmp_path, code)
     assert day.is_missing
     assert f"lies on {mount_of(tmp_path)}, no node sees it" in day.words
-    assert look_at("config.yaml", tmp_path, code).travels
-    assert not look_at("config.yaml", tmp_path, code).is_missing
-    assert look_at("day.svm", tmp_path, code, shared=[str(tmp_path)]).is_seen
-    assert not look_at("s3://bucket/day.svm", tmp_path, code).is_missing
+    assert input_of("config.yaml", tmp_path, code).travels
+    assert not input_of("config.yaml", tmp_path, code).is_missing
+    assert input_of("day.svm", tmp_path, code, shared=[str(tmp_path)]).is_seen
+    assert not input_of("s3://bucket/day.svm", tmp_path, code).is_missing
     # A folder travels only as a whole.
     (tmp_path / "days").mkdir()
     (tmp_path / "days/README").write_text("")
     (tmp_path / "days/1.svm").write_text("")
-    assert not look_at("days", tmp_path, collect(tmp_path)).travels
+    assert not input_of("days", tmp_path, collect(tmp_path)).travels
 
 
 def test_the_folder_of_the_job_and_its_checkpoints_must_be_seen(tmp_path):
@@ -101,4 +101,4 @@ def test_data_beside_the_code_are_linked_into_its_copy(tmp_path):
     for number in range(300):
         (tmp_path / f"{number}.svm").write_text("")
     with pytest.raises(SubmitError, match="stands for 301 files"):
-        look_at("*.svm", tmp_path, collect(tmp_path)).links(tmp_path)
+        input_of("*.svm", tmp_path, collect(tmp_path)).links(tmp_path)

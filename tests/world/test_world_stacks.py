@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from flatout.world.hangs.stacks import Process, look_at, own_stack, this_process
+from flatout.world.hangs.stacks import Process, inspect_process, own_stack, this_process
 
 CHILD = """
 import json, sys, time
@@ -39,12 +39,12 @@ def child(request):
 def test_a_process_that_holds_its_interpreter_writes_its_stack(child):
     _, known = child
     time.sleep(0.1)
-    state, stack = look_at(known)
+    state, stack = inspect_process(known)
     assert "does not answer" in state
     assert "in busy" in stack[-1]
     assert "in <module>" in stack[0]
     # Asked again, it tells again and not what it told before.
-    assert len(look_at(known)[1]) == len(stack)
+    assert len(inspect_process(known)[1]) == len(stack)
 
 
 @pytest.mark.parametrize("child", ["idle"], indirect=True)
@@ -52,7 +52,7 @@ def test_a_stopped_process(child):
     process, known = child
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    state, stack = look_at(known)
+    state, stack = inspect_process(known)
     assert state == f"is stopped (SIGSTOP, or Ctrl-Z); kill -CONT {process.pid} resumes the process"
     assert stack == []
 
@@ -61,11 +61,11 @@ def test_a_stopped_process(child):
 def test_a_process_that_has_ended_and_one_that_has_its_number_now(child):
     process, known = child
     # A later process of the same number gets no signal, which could end it.
-    assert look_at(replace(known, started=known.started - 1)) == ("has ended", [])
+    assert inspect_process(replace(known, started=known.started - 1)) == ("has ended", [])
     assert process.poll() is None
     process.kill()
     process.wait()
-    assert look_at(known) == ("has ended", [])
+    assert inspect_process(known) == ("has ended", [])
 
 
 def test_the_own_stack_ends_where_the_main_thread_is():

@@ -143,7 +143,7 @@ def _train_plainly(
 
     from flatout.cli.demo_job import train_plainly
 
-    def tell(epoch: int, accuracy: float) -> None:
+    def report(epoch: int, accuracy: float) -> None:
         say(f"{epoch} of {epochs} epochs  accuracy {accuracy:.4f}")
 
     def say(words: str) -> None:
@@ -159,7 +159,7 @@ def _train_plainly(
         (held_out.float() / 255, answers),
         epochs=epochs,
         most_s=_PLAIN_S,
-        tell=tell,
+        report=report,
     )
     out.print(f"plain loop: {rounded(job.epochs)} epochs in {job.seconds:.1f} s".ljust(60))
     if job.accuracy is None:

@@ -52,7 +52,7 @@ def train_plainly(
     *,
     epochs: int,
     most_s: float,
-    tell: Callable[[int, float], None],
+    report: Callable[[int, float], None],
 ) -> JobResult:
     """Train as most scripts do: a DataLoader that shuffles, Adam, fp32."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,7 +72,7 @@ def train_plainly(
         if len(times) < (epoch + 1) * len(loader):
             break
         accuracy = _accuracy(model, test, device)
-        tell(epoch + 1, accuracy)
+        report(epoch + 1, accuracy)
     return JobResult(
         name="plain loop",
         images_per_s=BATCH_SIZE / median(times),

@@ -106,7 +106,7 @@ def doctor(
 
     what = [*(["-m"] if options.is_module else []), script, *(args or [])]
     _set_keras_backend(what)
-    _tell_misplaced(context, what, args or [])
+    _report_misplaced(context, what, args or [])
     asked = Asked(
         what=what,
         recipe=recipe_file.place(options.recipe, force=options.force),
@@ -178,7 +178,7 @@ def _set_keras_backend(what: list[str]) -> None:
     os.environ.update(keras_backend(script_file(what)))
 
 
-def _tell_misplaced(context: typer.Context, what: list[str], args: list[str]) -> None:
+def _report_misplaced(context: typer.Context, what: list[str], args: list[str]) -> None:
     from flatout.doctor.script_file import script_file
 
     own = {name for item in context.command.params for name in item.opts}

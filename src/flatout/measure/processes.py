@@ -56,10 +56,10 @@ class Processes:
             tree = [root, *root.children(recursive=True)]
         except psutil.Error:
             raise FlatoutError(f"no process {pid} is running here") from None
-        result = [self._look(process) for process in tree]
+        result = [self._read_one(process) for process in tree]
         return [item for item in result if item is not None]
 
-    def _look(self, process: Any) -> ProcessUse | None:
+    def _read_one(self, process: Any) -> ProcessUse | None:
         # The object of the last read knows the CPU time at that time.
         known = self._known.get(process.pid)
         if known is None or known.process != process:

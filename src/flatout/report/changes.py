@@ -106,7 +106,7 @@ def show(changes: Changes, console: Console) -> None:
         console.print(f"{change}: {change.finding.do}")
     if os.path.realpath(os.getcwd()) != str(root):
         console.print(f"the diff is to be applied in {root}")
-    _tell_left(changes.left, console)
+    _report_left(changes.left, console)
     if sys.stdout.isatty():
         Console(highlight=False).print(_colored(text), soft_wrap=True)
         return
@@ -143,7 +143,7 @@ def write(changes: Changes, allow: Parity, console: Console) -> None:
         for change in made:
             console.print(f"  {change}")
         console.print(f"undo  {fixed.command}", soft_wrap=True)
-    _tell_left(left, console)
+    _report_left(left, console)
 
 
 def _reason_against(change: Change, allow: Parity) -> str:
@@ -156,6 +156,6 @@ def _reason_against(change: Change, allow: Parity) -> str:
     return ""
 
 
-def _tell_left(left: Sequence[tuple[Change, str]], console: Console) -> None:
+def _report_left(left: Sequence[tuple[Change, str]], console: Console) -> None:
     for change, reason in left:
         console.print(f"not made: {change}: {reason}")

@@ -78,15 +78,15 @@ class _Extension:
             self._cells.forget()
             return None
         if cell is None:
-            self._tell()
+            self._report()
             return None
         self._cells.forget()
         try:
             return _run(self._ipython, cell)
         finally:
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         from flatout.terminal import Console
 
         result, seconds = self._cells.look()

@@ -127,7 +127,7 @@ class Pair:
     def sentence(self) -> str:
         if self.ratio is None:
             return f"{self.b_name}: {self.verdict}"
-        return _said_of(self.b_name, self.verdict)
+        return _sentence_of(self.b_name, self.verdict)
 
     @cached_property
     def speeds(self) -> str:
@@ -385,7 +385,7 @@ class Comparison:
                     do="compare runs of one job and machine, of 40 steps or more",
                 )
             if pair.ratio.low > 1 + limit:
-                words = _said_of(pair.b_name, _change(pair.ratio, "slower"))
+                words = _sentence_of(pair.b_name, _change(pair.ratio, "slower"))
                 result.append(f"{words}, allowed were {_percent(limit)}")
         return result
 
@@ -494,7 +494,7 @@ def _change(ratio: Interval, word: str) -> str:
     return f"{mid:.{digits}f}% {word} [{low:.{digits}f},{high:.{digits}f}]"
 
 
-def _said_of(name: str, change: str) -> str:
+def _sentence_of(name: str, change: str) -> str:
     return f"{name} {change}" if change.startswith("takes ") else f"{name} is {change}"
 
 

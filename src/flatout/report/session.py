@@ -151,7 +151,7 @@ def _treated(
         console.print(*what_next(verdict.findings, asked.what, len(cures)), sep="\n", crop=False)
         return _Treated()
     prescription, met = _proven(asked, verdict, console)
-    _tell(asked, look, verdict, prescription, console)
+    _report_trials(asked, look, verdict, prescription, console)
     if not asked.seeds or not prescription.prescribed or met is not None:
         return _Treated(prescription, met=met)
     verified, met = _verified(asked, prescription, console)
@@ -245,7 +245,7 @@ def _signals_end_trials() -> Iterator[list[int]]:
         yield met
 
 
-def _tell(
+def _report_trials(
     asked: Asked, look: FirstLook, verdict: Verdict, given: Prescription, console: Console
 ) -> None:
     is_written = recipe_file.write(asked.recipe, given, asked.what)

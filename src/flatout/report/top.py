@@ -232,7 +232,7 @@ class Top:
         self._ranks = Ranks()
         # Separate objects, since the CPU use of a process counts from the last read by the object.
         self._tree, self._inside_ranks = Processes(), Processes()
-        self._looked = False
+        self._has_sampled = False
 
     def sample(self) -> Sample:
         """Take a sample. The first one takes half a second, since CPU use needs an interval.
@@ -240,16 +240,16 @@ class Top:
         Raises:
             FlatoutError: the process does not exist.
         """
-        if not self._looked:
-            self._look()
-            self._looked = True
+        if not self._has_sampled:
+            self._sample()
+            self._has_sampled = True
             self.wait(_FIRST_S)
-        return self._look()
+        return self._sample()
 
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def _look(self) -> Sample:
+    def _sample(self) -> Sample:
         processes = None if self._pid is None else self._tree.read(self._pid)
         result = sorted(self._ranks.read(), key=lambda rank: (rank.job, rank.rank))
         jobs = [list(ranks) for _, ranks in groupby(result, key=lambda rank: rank.job)]

@@ -33,7 +33,7 @@ class OwnBuffers:
             ModelError: in the first step, a buffer differs between ranks and has no mean.
         """
         if self._found is None:
-            self._found = self._look()
+            self._found = self._find()
         if not self._found:
             return
         parts = [buffer.reshape(-1).double() * samples for buffer in self._found]
@@ -44,7 +44,7 @@ class OwnBuffers:
         for buffer, mean in zip(self._found, means, strict=True):
             buffer.copy_(mean.view(buffer.shape))
 
-    def _look(self) -> list[torch.Tensor]:
+    def _find(self) -> list[torch.Tensor]:
         named = dict(self._model.named_buffers())
         for path, module in self._model.named_modules():
             for name in module._non_persistent_buffers_set:

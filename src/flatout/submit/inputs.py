@@ -121,7 +121,7 @@ def is_seen(path: str | os.PathLike[str], shared: Iterable[str] = ()) -> bool:
     return is_shared or mount_of(real).is_network
 
 
-def look_at(
+def input_of(
     given: str, root: Path, code: CodeArchive | None = None, shared: Sequence[str] = ()
 ) -> Input:
     if "://" in given:

@@ -14,7 +14,7 @@ from flatout.measure import fingerprint
 from flatout.recipe import Recipe, ResolvedRecipe, apply, load
 from flatout.script_source import file_of
 from flatout.submit.code import CodeArchive, collect
-from flatout.submit.inputs import in_arguments, look_at, only_whole
+from flatout.submit.inputs import in_arguments, input_of, only_whole
 from flatout.submit.job import Job, name_of
 from flatout.submit.price import price_of
 from flatout.submit.shell import VARIABLE
@@ -96,7 +96,7 @@ def job_of(asked: JobOptions, root: Path, now: datetime) -> Job:
             where=f"{root / script}",
             do="take it out of .gitignore",
         )
-    inputs = tuple(look_at(item, root, code, asked.shared) for item in named)
+    inputs = tuple(input_of(item, root, code, asked.shared) for item in named)
     name = asked.name or _free(name_of("data.py" if is_command else script, now), base)
     threads = asked.threads or _measured_threads(recipe, asked.devices)
     if asked.servers:

@@ -21,8 +21,8 @@ from flatout.submit.kubernetes_manifests import (
     KEY,
     SECRET,
     Manifest,
+    add_key,
     manifests,
-    tell_key,
     unseen,
     volumes_of,
     yaml_of,
@@ -80,7 +80,7 @@ class _Kubernetes:
         cluster = _Cluster()
         *others, made = _documents(job.folder)
         space = cluster.space(made)
-        tell_key(made, key)
+        add_key(made, key)
         try:
             created = cluster.create(made, space)
         except cluster.error as error:

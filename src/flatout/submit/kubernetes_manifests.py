@@ -67,7 +67,7 @@ def manifests(job: Job) -> list[Manifest]:
     return [*([config_map] if config_map else []), _train_job(job, options, volumes, items)]
 
 
-def tell_key(manifest: Manifest, key: str) -> None:
+def add_key(manifest: Manifest, key: str) -> None:
     """Put a key into a TrainJob's labels, and into its ranks' variables for `flatout top`."""
     manifest["metadata"].setdefault("labels", {})[KEY] = key
     trainer = manifest["spec"].setdefault("trainer", {})

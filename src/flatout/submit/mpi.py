@@ -19,7 +19,7 @@ from flatout.submit.client import Answer, ask
 from flatout.submit.hosts import address_of, hosts_of, problems_of
 from flatout.submit.job import Job
 from flatout.submit.send import KEY, facts_in, top_words
-from flatout.submit.shared import follow_file, told_by_nodes, unseen
+from flatout.submit.shared import follow_file, output_of_nodes, unseen
 from flatout.submit.target import (
     Artifact,
     JobState,
@@ -90,7 +90,7 @@ class _Mpi:
     def top(self, id: str, folder: Path, key: str) -> list[str]:
         options = facts_in(folder)["options"]
         hosts = str(folder / HOSTFILE)
-        return told_by_nodes(
+        return output_of_nodes(
             folder, top_words(folder, key), lambda nodes: _on_each_host(options, nodes, hosts)
         )
 

@@ -53,7 +53,7 @@ def _not_writable(path: str) -> str:
     return ""
 
 
-def told_by_nodes(
+def output_of_nodes(
     folder: Path, command: Sequence[str], launcher: Callable[[int], list[str]]
 ) -> list[str]:
     """Return a command's output on each node of a running job.
@@ -61,12 +61,12 @@ def told_by_nodes(
     It goes through files in the job's folder, so that lines of several nodes are not mixed.
     """
     nodes = facts_in(folder)["nodes"]
-    with tempfile.TemporaryDirectory(prefix=".told-", dir=folder) as reports:
-        script = f'exec "$@" > {shlex.quote(reports)}/"{_NODE}"'
+    with tempfile.TemporaryDirectory(prefix=".told-", dir=folder) as folder_of_output:
+        script = f'exec "$@" > {shlex.quote(folder_of_output)}/"{_NODE}"'
         answer = ask([*launcher(nodes), "sh", "-c", script, "sh", *command])
         if answer.code != 0:
             raise SubmitError(f"its nodes do not answer: {answer.last_words}", where=str(folder))
-        return [(Path(reports) / str(node)).read_text() for node in range(nodes)]
+        return [(Path(folder_of_output) / str(node)).read_text() for node in range(nodes)]
 
 
 def follow_file(path: Path, goes_on: Callable[[], bool]) -> Iterator[str]:

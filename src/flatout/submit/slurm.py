@@ -17,7 +17,7 @@ from flatout.submit import shell
 from flatout.submit.client import Answer, ask, require_program
 from flatout.submit.job import Job
 from flatout.submit.send import top_words
-from flatout.submit.shared import follow_file, told_by_nodes, unseen
+from flatout.submit.shared import follow_file, output_of_nodes, unseen
 from flatout.submit.target import (
     Artifact,
     JobState,
@@ -158,7 +158,7 @@ class _Slurm:
         require_program("srun", "SLURM's client, Debian's slurm-client")
         task = id.partition("_")[2]
         once = ["--overlap", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0"]
-        return told_by_nodes(
+        return output_of_nodes(
             folder,
             top_words(folder, f"{key}.{task}" if task else key),
             lambda nodes: ["srun", f"--jobid={id}", f"--nodes={nodes}", *once],

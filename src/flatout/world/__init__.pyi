@@ -27,7 +27,7 @@ from flatout.world.nodes import check_servers as check_servers
 from flatout.world.nodes import check_servers_set as check_servers_set
 from flatout.world.nodes import is_port as is_port
 from flatout.world.pair import Pair as Pair
-from flatout.world.pair import tell_parts as tell_parts
+from flatout.world.pair import send_parts as send_parts
 from flatout.world.place import ALONE as ALONE
 from flatout.world.place import RANK_TRIAL as RANK_TRIAL
 from flatout.world.place import RANKS_TRIED as RANKS_TRIED

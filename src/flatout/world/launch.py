@@ -97,9 +97,9 @@ def run_ranks(
         SignalException: a stop signal came; the ranks got it too, and have ended.
     """
     os.environ[STARTED_BY] = str(os.getpid())
-    with _quiet(), _stop_signals(), ExitStack() as told:
+    with _quiet(), _stop_signals(), ExitStack() as held:
         rendezvous.open()
-        told.enter_context(_told_to_ranks(rendezvous))
+        held.enter_context(_variables_for_ranks(rendezvous))
         spec = WorkerSpec(
             role="flatout",
             local_world_size=rendezvous.nodes.here,
@@ -127,7 +127,7 @@ def run_ranks(
 
 
 @contextmanager
-def _told_to_ranks(rendezvous: Rendezvous) -> Iterator[None]:
+def _variables_for_ranks(rendezvous: Rendezvous) -> Iterator[None]:
     interface = rendezvous.interface()
     given = {} if interface is None else dict.fromkeys(INTERFACES, interface)
     with ExitStack() as held:
@@ -218,7 +218,7 @@ class _Agent(LocalElasticAgent):
             result: RunResult = super()._invoke_run(role)
             return result
         except SignalException as stop:
-            self._nodes.tell_stop(int(stop.sigval))
+            self._nodes.report_stop(int(stop.sigval))
             raise
         except WorldError:
             # Ranks that have lost another node cannot agree on a last checkpoint.

@@ -32,7 +32,7 @@ class Pair:
         """Begin to receive a tensor, and return torch's `Work`."""
         return self._channel.recv([into], self._peer, 0)
 
-    def tell(self, value: Any) -> None:
+    def send_value(self, value: Any) -> None:
         """Send a value, as for `World.gather`."""
         import torch
 
@@ -40,7 +40,7 @@ class Pair:
         self.send(torch.tensor([len(message)])).wait()
         self.send(message).wait()
 
-    def hear(self) -> Any:
+    def receive_value(self) -> Any:
         """Return the value that the other process sends; its tensors are on the CPU."""
         import torch
 
@@ -53,10 +53,10 @@ class Pair:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of both ends, that of process 0 first. Both call this."""
         if self.own == 0:
-            self.tell(value)
-            return [value, self.hear()]
-        other = self.hear()
-        self.tell(value)
+            self.send_value(value)
+            return [value, self.receive_value()]
+        other = self.receive_value()
+        self.send_value(value)
         return [other, value]
 
 
@@ -69,7 +69,7 @@ def open_pair(store: Any, own: int, timeout_s: float) -> Pair:
     return result
 
 
-def tell_parts(pairs: Sequence[Pair], value: Any) -> None:
+def send_parts(pairs: Sequence[Pair], value: Any) -> None:
     """Send the number of bytes of a value, and a part of them to each process, all at once."""
     import torch
 

@@ -33,12 +33,12 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
     if place().world_size > 1:
         end_with_parent()
         _watch_optimizers()
-        sys.excepthook = _tell
+        sys.excepthook = _report_failure
     try:
         (run or _run)(arguments)
     except LostRank as lost:
         until = time.monotonic() + POLITE_S
-        while not (lost.is_told or is_any_dropped()) and time.monotonic() < until:
+        while not (lost.is_reported or is_any_dropped()) and time.monotonic() < until:
             time.sleep(_LOOK_EVERY_S)
         say(f"rank {place().rank}: {lost.what}")
         raise
@@ -70,7 +70,7 @@ def _watch_optimizers() -> None:
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def check_joined(optimizer: Any, args: Any, kwargs: Any) -> None:
         handle.remove()
         if not dist.is_initialized():
             raise WorldError(
@@ -80,10 +80,12 @@ def _watch_optimizers() -> None:
                 "torch.distributed.init_process_group, or run it on one device",
             )
 
-    handle = register_optimizer_step_pre_hook(look)
+    handle = register_optimizer_step_pre_hook(check_joined)
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report_failure(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     here = place()
     who = f"rank {here.rank} of {here.world_size}"
     who += f", node {here.node} of {here.nodes}" if here.nodes > 1 else ""
@@ -106,9 +108,9 @@ def _of_script(error: BaseException, trace: TracebackType | None) -> TracebackTy
     if not own:
         return steps[0] if steps else None
     is_first = error.__suppress_context__ or error.__context__ is None
-    is_told = isinstance(error, FlatoutError) and is_first and error.__cause__ is None
+    is_own_report = isinstance(error, FlatoutError) and is_first and error.__cause__ is None
     result = None
-    for step in reversed(steps[own[0] : own[-1] + 1 if is_told else None]):
+    for step in reversed(steps[own[0] : own[-1] + 1 if is_own_report else None]):
         result = TracebackType(result, step.tb_frame, step.tb_lasti, step.tb_lineno)
     return result
 

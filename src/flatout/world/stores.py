@@ -118,8 +118,8 @@ def _address(here: Place) -> str:
 
 
 def _check_one_node(here: Place) -> None:
-    is_told = here.launcher != "torchrun" or "LOCAL_WORLD_SIZE" in os.environ
-    if not is_told and not is_here(here.address):
+    names_ranks = here.launcher != "torchrun" or "LOCAL_WORLD_SIZE" in os.environ
+    if not names_ranks and not is_here(here.address):
         raise WorldError(
             f"MASTER_ADDR is {here.address}, which is no address of this node, and nothing tells "
             "how many ranks each node has",

@@ -47,14 +47,14 @@ class LostRank(WorldError, SystemExit):
     """Raised if another rank has ended, or does not answer. This rank exits with its own code.
 
     Args:
-        is_told: whether the other rank has been named already, so that this one prints nothing.
+        is_reported: whether the other rank has been named already, so that this one prints nothing.
     """
 
     code = 75
 
-    def __init__(self, what: str, *, is_told: bool = False) -> None:
+    def __init__(self, what: str, *, is_reported: bool = False) -> None:
         super().__init__(what)
-        self.is_told = is_told
+        self.is_reported = is_reported
 
 
 class PendingCollective(NamedTuple):
@@ -177,7 +177,7 @@ class World:
             blame = "" if _watch is None else _watch.blame()
             if not blame or isinstance(error, LostRank):
                 raise
-            raise LostRank(f"{blame} ({error})", is_told=True) from error
+            raise LostRank(f"{blame} ({error})", is_reported=True) from error
         finally:
             log.waiting = outer
 
@@ -441,7 +441,8 @@ def _together(world: World, number: int) -> Iterator[None]:
         words = re.sub(r"^\[[^\]]*\] *", "", str(error).split("\n")[0]).split(". ")[0].strip()
         blame = "" if _watch is None else _watch.blame()
         raise LostRank(
-            f"{blame or 'another rank has ended or does not answer'} ({words})", is_told=bool(blame)
+            f"{blame or 'another rank has ended or does not answer'} ({words})",
+            is_reported=bool(blame),
         ) from error
     finally:
         log.waiting = outer

@@ -29,7 +29,7 @@ from flatout.strategies.servers.link import (
 )
 from flatout.strategies.servers.server import Server
 from flatout.strategies.servers.share import Push, Share
-from flatout.world import dropped, tell_parts
+from flatout.world import dropped, send_parts
 
 # Maximum seconds until a worker's agent notices that the worker was killed.
 _NOTICED_S = 20.0
@@ -56,8 +56,8 @@ class Answers:
         self._places = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
 
     def _answer_call(self, link: Link) -> None:
-        name, *arguments = link.pair.hear()
-        link.pair.tell(getattr(self, f"call_{name}")(*arguments))
+        name, *arguments = link.pair.receive_value()
+        link.pair.send_value(getattr(self, f"call_{name}")(*arguments))
 
     def _at_rest(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -77,7 +77,7 @@ class Answers:
     def call_states(self, place: int, workers: list[int]) -> None:
         with self._at_rest():
             states = list(self._shares[place].states().items())
-        tell_parts([self._links[worker].pair for worker in workers], states)
+        send_parts([self._links[worker].pair for worker in workers], states)
 
     def call_update_ms(self) -> float:
         """Return the time of an update, in ms."""

@@ -78,10 +78,10 @@ class Link:
     def begin_call(self, name: str, *arguments: Any) -> None:
         """Ask the server to call a method; `end_call` gets its result."""
         self.send(self.message(CALL))
-        self.pair.tell([name, *arguments])
+        self.pair.send_value([name, *arguments])
 
     def end_call(self) -> Any:
-        return self.pair.hear()
+        return self.pair.receive_value()
 
 
 def _shared(pair: Pair, size: int) -> torch.Tensor | None:

@@ -120,7 +120,7 @@ class ParameterServer(Strategy):
                         timeout_s=world.timeout_s,
                     )
                     if world.is_first:
-                        pair.tell(self._described(server, words, dtype))
+                        pair.send_value(self._described(server, words, dtype))
                     length = sum(length_of(layout, server) for layout in self._layouts)
                     link = Link(
                         pair, same_node=is_here[server], words=words, length=length, dtype=dtype

@@ -92,7 +92,7 @@ def _serve_fit(
     for rank, is_here in enumerate(are_here):
         pair = servers.pair_of(*(store, session, number, rank), is_rank=False, timeout_s=timeout_s)
         if rank == 0:
-            described = pair.hear()
+            described = pair.receive_value()
             waits, dtype = described["waits"], described["dtype"]
             lengths = [sum(own["lengths"]) for own in described["optimizers"]]
         # A server that waits sums data from the network chunk by chunk, so needs no memory for all.

@@ -85,7 +85,7 @@ def own_stack() -> list[str]:
     return "".join(traceback.format_list(frames)).splitlines()
 
 
-def look_at(other: Process) -> tuple[str, list[str]]:
+def inspect_process(other: Process) -> tuple[str, list[str]]:
     state, started = _seen(other.pid)
     if started != other.started:
         return "has ended", []

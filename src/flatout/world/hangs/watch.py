@@ -23,17 +23,17 @@ from flatout.console import say
 from flatout.world.agreement_points import all_ask
 from flatout.world.hangs.collective_log import APART, CollectiveLog, Waiting
 from flatout.world.hangs.hang import RankStatus, explain
-from flatout.world.hangs.stacks import Process, look_at, own_stack, this_process
+from flatout.world.hangs.stacks import Process, inspect_process, own_stack, this_process
 from flatout.world.place import Place, restarts
 from flatout.world.stores import Board, agent_keeps_it, connect, files_of, part_of
 
 # Interval of a rank's reports: _BEAT_S is the largest one in seconds, _SHARE a share of the
 # patience.
 _BEAT_S, _SHARE = 5.0, 0.1
-# Beats after a question. _LOOK_AFTER: beats until a process that has not answered is inspected.
-# _TELL_AFTER: beats until the result is printed. Questions are asked this long before the patience
-# ends, so that the result is printed when it ends.
-_LOOK_AFTER, _TELL_AFTER = 2, 5
+# Beats after a question. _INSPECT_AFTER: beats until a process that has not answered is inspected.
+# _REPORT_AFTER: beats until the result is printed. Questions are asked this long before the
+# patience ends, so that the result is printed when it ends.
+_INSPECT_AFTER, _REPORT_AFTER = 2, 5
 # Fewest seconds of these times, because inspecting a process may take this long.
 _LEAST_S = 1.0
 # _LEAST_PATIENCE_S: fewest seconds to wait for a missing rank whose watch reports nothing. _LATEST:
@@ -49,7 +49,7 @@ class _Question(NamedTuple):
     collective: int
     since: int
     due: float
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class RankWatch:
@@ -69,9 +69,9 @@ class RankWatch:
         self._process = this_process()
         self._ranks: tuple[int, ...] = tuple(range(here.world_size))
         self._answered = 0
-        self._to_look: list[tuple[int, float]] = []
+        self._to_inspect: list[tuple[int, float]] = []
         self._question: _Question | None = None
-        self._said: set[tuple[str | None, tuple[int, ...]]] = set()
+        self._reported: set[tuple[str | None, tuple[int, ...]]] = set()
 
     def watch_only(self, ranks: Sequence[int]) -> None:
         """Watch only these ranks, because the others have ended."""
@@ -82,7 +82,7 @@ class RankWatch:
             self._store = _store_of(self._here, self._store_s)
             # Reported before anything can go wrong, because processes outside also read it.
             self._set(f"process/{self._here.rank}", asdict(self._process))
-            self._tell_where_it_stands()
+            self._report_status()
             self._thread.start()
 
     def stop(self) -> None:
@@ -131,36 +131,36 @@ class RankWatch:
 
     def _is_passed(self, point: int) -> bool:
         others = (rank for rank in self._ranks if rank != self._here.rank)
-        return any(stand and stand["passed"] > point for stand in map(self._told_by, others))
+        return any(stand and stand["passed"] > point for stand in map(self._reported_by, others))
 
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         # Without a store the job is at its end, which others report.
         with suppress(RuntimeError, OSError):
-            while not self._over.wait(self._next_look()):
+            while not self._over.wait(self._pause_s()):
                 if self._store.check(["over"]):
                     self._store.add("left", 1)
                     self._over.set()
                     return
-                self._tell_where_it_stands()
+                self._report_status()
                 self._answer()
-                self._look_at_neighbors()
+                self._inspect_silent_neighbors()
                 self._check_own_waiting()
 
-    def _next_look(self) -> float:
-        if self._question is None or self._question.is_told:
+    def _pause_s(self) -> float:
+        if self._question is None or self._question.is_reported:
             return self._beat
         return min(self._beat, max(0.0, self._question.due - monotonic()))
 
-    def _tell_where_it_stands(self) -> None:
+    def _report_status(self) -> None:
         stand = json.dumps(asdict(self._stand()))
         if self._board is not None:
             self._board.write(self._here.rank, stand)
         else:
             self._store.set(f"stand/{self._here.rank}", stand)
 
-    def _told_by(self, rank: int) -> Any:
+    def _reported_by(self, rank: int) -> Any:
         if self._board is None:
             return self._get(f"stand/{rank}")
         record = self._board.read(rank)
@@ -184,11 +184,11 @@ class RankWatch:
             stand = self._stand()
             stand.stack = own_stack()
             self._set(f"answer/{self._answered}/{self._here.rank}", asdict(stand))
-            self._to_look.append((self._answered, monotonic() + _LOOK_AFTER * self._beat))
+            self._to_inspect.append((self._answered, monotonic() + _INSPECT_AFTER * self._beat))
 
-    def _look_at_neighbors(self) -> None:
-        while self._to_look and self._to_look[0][1] <= monotonic():
-            question, _ = self._to_look.pop(0)
+    def _inspect_silent_neighbors(self) -> None:
+        while self._to_inspect and self._to_inspect[0][1] <= monotonic():
+            question, _ = self._to_inspect.pop(0)
             silent = []
             for rank in self._ranks:
                 known = self._get(f"process/{rank}")
@@ -199,51 +199,51 @@ class RankWatch:
                 elif rank < self._here.rank:
                     return
             for rank, process in silent:
-                self._set(f"seen/{question}/{rank}", look_at(process))
+                self._set(f"seen/{question}/{rank}", inspect_process(process))
 
     def _check_own_waiting(self) -> None:
         waiting, question = self._log.waiting, self._question
         if question is not None:
             if waiting is None or not _is_same(waiting, question):
-                self._take_back(question)
-            elif not question.is_told and monotonic() >= question.due:
-                self._tell(question)
-        elif waiting is not None and self._is_to_tell(waiting) and self._take_the_word():
+                self._end_question(question)
+            elif not question.is_reported and monotonic() >= question.due:
+                self._report_hang(question)
+        elif waiting is not None and self._is_due(waiting) and self._claim_report():
             left = self._patience - (clock() - waiting.since) / 1e9
-            due = monotonic() + max(left, _LOOK_AFTER * self._beat, _LEAST_S)
+            due = monotonic() + max(left, _INSPECT_AFTER * self._beat, _LEAST_S)
             number = self._store.add("asked", 1)
             self._question = _Question(number, waiting.number, waiting.since, due)
 
-    def _is_to_tell(self, waiting: Waiting) -> bool:
-        early = max(_TELL_AFTER * self._beat, _LEAST_S)
+    def _is_due(self, waiting: Waiting) -> bool:
+        early = max(_REPORT_AFTER * self._beat, _LEAST_S)
         asks_after = max(self._patience / 2, self._patience - early)
         late = (clock() - waiting.since) / 1e9 - asks_after
-        if late <= 0 or late > _LOOK_AFTER * self._beat:
+        if late <= 0 or late > _INSPECT_AFTER * self._beat:
             return late > 0
-        stands = map(self._told_by, range(self._here.rank))
+        stands = map(self._reported_by, range(self._here.rank))
         return not any(stand and stand["waiting"] == waiting.number for stand in stands)
 
-    def _take_the_word(self) -> bool:
+    def _claim_report(self) -> bool:
         me = str(self._here.rank)
         return bool(self._store.compare_set("teller", "", me) == me.encode())
 
-    def _tell(self, question: _Question) -> None:
+    def _report_hang(self, question: _Question) -> None:
         stands = {rank: self._stand_of(rank, question) for rank in self._ranks}
         seconds = (clock() - question.since) / 1e9
         hang = explain(question.collective, self._here.rank, stands, seconds)
         kind = stands[self._here.rank].at(question.collective), hang.culprits
         # A repeated report is printed in short, such as of a callback of rank 0 that is slow each
         # epoch.
-        say(*(hang.lines[:1] if kind in self._said else hang.lines))
-        self._said.add(kind)
+        say(*(hang.lines[:1] if kind in self._reported else hang.lines))
+        self._reported.add(kind)
         self._set("blame", hang.blame)
-        self._question = question._replace(is_told=True)
+        self._question = question._replace(is_reported=True)
 
     def _stand_of(self, rank: int, question: _Question) -> RankStatus:
         answer = self._get(f"answer/{question.number}/{rank}")
         if answer is not None:
             return RankStatus(**answer)
-        stand = RankStatus(**(self._told_by(rank) or {}))
+        stand = RankStatus(**(self._reported_by(rank) or {}))
         process, result = self._get(f"process/{rank}"), self._get(f"seen/{question.number}/{rank}")
         if process is not None:
             stand.process = Process(**process).words
@@ -255,8 +255,8 @@ class RankWatch:
             stand.state = "has not joined the others"
         return stand
 
-    def _take_back(self, question: _Question) -> None:
-        if question.is_told and not self._log.is_lost:
+    def _end_question(self, question: _Question) -> None:
+        if question.is_reported and not self._log.is_lost:
             seconds = (clock() - question.since) / 1e9
             say(f"all have come after {seconds:.0f} s, and the job goes on")
             self._set("blame", "")

@@ -130,7 +130,7 @@ class Rendezvous(RendezvousHandler):
         self.rounds += 1
         waiting = Waiting()
         while self.nodes.count > 1 and not self._all_here():
-            self._look()
+            self._check_others()
             waiting.say("waiting for the other nodes to start their ranks again")
             time.sleep(_LOOK_EVERY_S)
         # On one node, no other process needs the agent's messages to itself.
@@ -159,7 +159,7 @@ class Rendezvous(RendezvousHandler):
         """Return the number of other nodes that want all ranks to start again."""
         if self.nodes.count == 1:
             return 0
-        self._look()
+        self._check_others()
         result = self._counts
         return result.waiting if result.round == self.rounds else 0
 
@@ -170,7 +170,7 @@ class Rendezvous(RendezvousHandler):
         if self.nodes.count == 1:
             return True
         self._done = self.rounds
-        self._look()
+        self._check_others()
         result = self._counts
         return (result.round, result.done) == (self.rounds, self.nodes.count)
 
@@ -181,7 +181,7 @@ class Rendezvous(RendezvousHandler):
             self._over.set()
             self._listening.join(self._last_words_s)
 
-    def tell_stop(self, signum: int) -> None:
+    def report_stop(self, signum: int) -> None:
         """Note a stop signal of this node. A node without ranks reports it to the first node."""
         if self.nodes.rank >= self.nodes.computing:
             self._own_stop = signum
@@ -195,7 +195,7 @@ class Rendezvous(RendezvousHandler):
             if now - since > _SILENCE_S
         )
 
-    def _look(self) -> None:
+    def _check_others(self) -> None:
         if self._trouble is None and time.monotonic() - self._answered > self._silent_s:
             self._trouble = self._lost_first
         if self._trouble is not None:
