@@ -106,7 +106,7 @@ class Timed:
         self.log.waiting = Waiting(self.log.begin(what), watching.clock())
 
     def look(self):
-        self.now += self._watch._next_look()
+        self.now += self._watch._pause_s()
         self._watch._check_own_waiting()
 
 
