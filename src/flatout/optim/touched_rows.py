@@ -106,7 +106,11 @@ class KeptTable:
         self.steps = self.table = None
 
     def whole(self) -> None:
-        self.settle()
+        """Bring all rows up to date."""
+        if self.is_spread:
+            assert self.shards is not None
+            self.shards.refuse(self.weight)
+        self.bring_all()
 
     @property
     def values(self) -> torch.Tensor:
@@ -133,16 +137,14 @@ class KeptTable:
         self._bring(groups.rows)
         return _Lookup(self, ids, groups, None)
 
-    @property
-    def _is_behind(self) -> bool:
-        steps = self.steps
-        return steps is not None and self.table is not None and steps.now > self._settled
-
-    def _bring(self, rows: torch.Tensor) -> None:
-        if self._is_behind:
-            assert self.steps is not None
-            assert self.table is not None
-            self.steps.bring(self.table, rows)
+    def _bring(self, rows: torch.Tensor | None) -> bool:
+        steps, table = self.steps, self.table
+        if steps is None or table is None or steps.now <= self._settled:
+            return False
+        steps.bring(table, rows)
+        if rows is None:
+            self._settled = steps.now
+        return True
 
     # -- rows that this rank owns, for others --------------------------------------------------
 
@@ -199,19 +201,9 @@ class KeptTable:
             and self._address == self.weight.data_ptr()
         )
 
-    def settle(self) -> None:
-        if self.is_spread:
-            assert self.shards is not None
-            self.shards.refuse(self.weight)
-        self.bring_all()
-
     def bring_all(self) -> None:
         """Bring the rows of this rank up to date."""
-        if self._is_behind:
-            assert self.steps is not None
-            assert self.table is not None
-            self.steps.bring(self.table, None)
-            self._settled = self.steps.now
+        if self._bring(None):
             torch.autograd.graph.increment_version(self.weight)
 
     def begin(self, state: State, steps: Steps) -> None:
@@ -237,7 +229,7 @@ class KeptTable:
     def spread(self) -> None:
         if self.shards is None or self.is_spread:
             return
-        self.settle()
+        self.whole()
         self.shards.part(self.weight, self.values)
         if self.table is not None:
             self._lay_out()
@@ -469,7 +461,7 @@ class TouchedRows:
     def settle(self) -> None:
         """Bring all rows up to date."""
         for kept in self._kept:
-            kept.settle()
+            kept.whole()
 
     def spread(self) -> None:
         """Keep only this rank's rows of tables that are sharded."""

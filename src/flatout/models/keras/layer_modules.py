@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from flatout.models.keras.layers import replace_call
 from flatout.models.keras.tables import set_shape
 
 
@@ -54,7 +55,7 @@ class LayerModules:
 
     def __init__(self, model: Any) -> None:
         self._modules: dict[Any, LayerModule] = {}
-        self._before: dict[Any, Any] = {}
+        self._undo: list[Callable[[], None]] = []
         self.root = self._module_of(model)
         self._variables = {
             module._parameters[name]: variable for variable, module, name in self.root.read
@@ -80,10 +81,7 @@ class LayerModules:
         """Run layers within the calls of their modules from now on."""
         for layer, module in self._modules.items():
             if module.read:
-                self._before[layer] = vars(layer).get("call")
-                # This bypasses Keras' own __setattr__, which would track the value as a part of the
-                # layer.
-                vars(layer)["call"] = _within(module, layer.call)
+                self._undo.append(replace_call(layer, _within(module, layer.call)))
 
     def show(self) -> None:
         """Set all variables to the modules' present parameters, and adapt their shapes."""
@@ -106,12 +104,9 @@ class LayerModules:
     def close(self) -> None:
         """Restore the layers' calls; the variables keep the modules' present parameters."""
         self.show()
-        for layer, before in self._before.items():
-            if before is None:
-                vars(layer).pop("call", None)
-            else:
-                vars(layer)["call"] = before
-        self._before.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
 
 def _free(name: str, module: nn.Module) -> str:

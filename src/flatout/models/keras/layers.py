@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -33,3 +34,18 @@ def two_mode_layers(model: Any) -> list[str]:
     """Return the classes of layers with a training mode: dropout, batch normalization."""
     kinds = [type(module).__name__ for module in modules_of(model)]
     return [kind for kind in kinds if "Dropout" in kind or "BatchNorm" in kind]
+
+
+def replace_call(layer: Any, call: Callable[..., Any]) -> Callable[[], None]:
+    """Set a layer's `call`, and return a function that undoes it."""
+    # This bypasses Keras' own __setattr__, which would track the function as a part of the layer.
+    before = vars(layer).get("call")
+    vars(layer)["call"] = call
+
+    def undo() -> None:
+        if before is None:
+            vars(layer).pop("call", None)
+        else:
+            vars(layer)["call"] = before
+
+    return undo

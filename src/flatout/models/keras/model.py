@@ -11,8 +11,8 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ from flatout.errors import ModelError
 from flatout.models.applied_cut import applied
 from flatout.models.keras import hold
 from flatout.models.keras.facts import layer_lines
-from flatout.models.keras.layers import modules_of
+from flatout.models.keras.layers import modules_of, replace_call
 from flatout.models.keras.rewrites import keras_calls, put_on, training_step
 from flatout.models.rewrites import Rewrite
 from flatout.models.shards import is_shard, own_part, sharded_like, whole
@@ -164,7 +164,7 @@ class KerasModel(TorchModel):
 
     def watch(self, look: Look, watches: ExitStack) -> None:
         for layer in self.module._flatten_layers(include_self=False):
-            watches.enter_context(_watching(layer, look))
+            watches.callback(replace_call(layer, _watched(layer, look)))
 
     def tables(self) -> Iterator[tuple[str, Any, int]]:
         for layer in modules_of(self.module):
@@ -275,9 +275,8 @@ def is_overridden(model: Any, name: str) -> bool:
     return not getattr(type(model), name).__module__.startswith("keras.")
 
 
-@contextmanager
-def _watching(layer: Any, look: Look) -> Iterator[None]:
-    before, call = vars(layer).get("call"), layer.call
+def _watched(layer: Any, look: Look) -> Callable[..., Any]:
+    call = layer.call
 
     @wraps(call)
     def watched(*inputs: Any, **options: Any) -> Any:
@@ -285,14 +284,7 @@ def _watching(layer: Any, look: Look) -> Iterator[None]:
         look(layer.name, type(layer).__name__, inputs, output)
         return output
 
-    vars(layer)["call"] = watched
-    try:
-        yield
-    finally:
-        if before is None:
-            del vars(layer)["call"]
-        else:
-            vars(layer)["call"] = before
+    return watched
 
 
 def keras_values(model: Any) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from flatout.models.keras.layers import replace_call
 from flatout.models.relu_pool import relu_pool
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -64,17 +65,14 @@ def keras_calls(model: Any) -> dict[Any, Call]:
 
 def put_on(model: Any, calls: dict[Any, Call]) -> Callable[[], None]:
     """Set the layers' faster `call`, and return a function that undoes it."""
-    # Both assignments bypass Keras' own __setattr__, which would track the values as parts of the
-    # layer.
-    for layer, call in calls.items():
-        vars(layer)["call"] = call
+    undos = [replace_call(layer, call) for layer, call in calls.items()]
     uncast = [layer for layer in _passing_on(model) if layer.autocast]
     for layer in uncast:
         vars(layer)["autocast"] = False
 
     def undo() -> None:
-        for layer in calls:
-            vars(layer).pop("call", None)
+        for put_back in undos:
+            put_back()
         for layer in uncast:
             vars(layer)["autocast"] = True
 
