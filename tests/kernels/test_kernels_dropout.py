@@ -200,29 +200,15 @@ def test_runs_of_eight_are_as_frequent_as_they_should_be():
 # -- bad input -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"item": 3}, "found 3"),
-        ({"outer": 0}, "one element"),
-        ({"samples": 0}, "one element"),
-        ({"rest": 0}, "one element"),
-        ({"threads": 0}, "one thread"),
-        ({"outer": 2**20, "rest": 2**20}, "2\\*\\*34"),
-        ({"channels": 3}, "whole images"),
-        ({"channels": -4, "spatial": 2}, "whole images"),
-        ({"channels": 4, "spatial": 3}, "whole images"),
-    ],
-)
-def test_the_extension_refuses_numbers_that_make_no_sense(change, words):
+def test_the_extension_refuses_samples_of_too_many_elements():
     """Before it reads from any address."""
     numbers = {
-        "x": 0, "out": 0, "item": 4, "outer": 1, "samples": 1, "rest": 8, "channels": 0,
+        "x": 0, "out": 0, "item": 4, "outer": 2**20, "samples": 1, "rest": 2**20, "channels": 0,
         "spatial": 0, "start": 0, "draw": 0, "step": 0, "seed": 0, "threshold": 0, "scale": 1.0,
         "parallel": 0, "threads": 1, "is_plain": False,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=words):
-        kernel._c.run(*(numbers | change).values())
+    with pytest.raises(ValueError, match="2\\*\\*34"):
+        kernel._c.run(*numbers.values())
 
 
 @pytest.mark.gpu

@@ -112,31 +112,8 @@ static void work(void *shared)
     }
 }
 
-/* Numbers of the blocks of a sample have 32 bits. */
+/* Elements of a sample: the numbers of its blocks have 32 bits. */
 #define MOST ((int64_t)1 << 34)
-
-static int check(const Job *job, int item, int64_t outer, unsigned threads)
-{
-    if (item != 1 && item != 2 && item != 4 && item != 8) {
-        PyErr_Format(PyExc_ValueError, "item: expected 1, 2, 4 or 8 bytes, found %d", item);
-        return -1;
-    }
-    if (outer < 1 || job->samples < 1 || job->inner < 1 || threads < 1) {
-        PyErr_SetString(PyExc_ValueError, "expected one element of one sample and one thread at least");
-        return -1;
-    }
-    if (outer > MOST / job->inner || job->samples > INT64_MAX / MOST) {
-        PyErr_SetString(PyExc_ValueError, "expected less than 2**34 elements of a sample");
-        return -1;
-    }
-    if (job->channels && (job->channels < 1 || job->spatial < 1 || outer > 1 ||
-                          job->inner % job->channels ||
-                          job->inner / job->channels % job->spatial)) {
-        PyErr_SetString(PyExc_ValueError, "expected whole images of each sample");
-        return -1;
-    }
-    return 0;
-}
 
 /* The pointers are addresses, checked by the caller; `item` is the bytes of a number: 2
    (bfloat16), 4 (float32), 8 (float64), or 1 to write whether each is kept, without an x. x is
@@ -157,8 +134,10 @@ static PyObject *run(PyObject *module, PyObject *args)
                           &parallel, &threads, &is_plain))
         return NULL;
     job.samples = samples, job.inner = inner, job.channels = channels, job.spatial = spatial;
-    if (check(&job, item, outer, threads) < 0)
+    if (outer > MOST / inner) {
+        PyErr_SetString(PyExc_ValueError, "expected less than 2**34 elements of a sample");
         return NULL;
+    }
     job.x = AT(x);
     job.out = AT(out);
     job.start = (uint32_t)start;
