@@ -37,14 +37,14 @@ typedef struct {
 } Clock;
 
 /* As time.perf_counter_ns() on Linux. */
-static long long now_ns(void)
+static inline long long now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (long long)now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-static void mark(Clock *self)
+static inline void mark(Clock *self)
 {
     memcpy(self->before, self->spent, sizeof self->before);
     self->seen_backwards = self->backwards;
@@ -52,7 +52,7 @@ static void mark(Clock *self)
 }
 
 /* The time since the last look goes to the lane that ran. */
-static void pass_to(Clock *self, int lane)
+static inline void pass_to(Clock *self, int lane)
 {
     long long now = now_ns();
     self->spent[self->current] += now - self->last;
@@ -61,7 +61,7 @@ static void pass_to(Clock *self, int lane)
 }
 
 /* A step has ended when last looked; returns whether someone wants to be called. */
-static int end_step(Clock *self, int merge)
+static inline int end_step(Clock *self, int merge)
 {
     long long between = self->spent[EVALUATION] + self->spent[SAVING], took;
     took = self->last - self->began - (between - self->between);
@@ -86,9 +86,17 @@ static int end_step(Clock *self, int merge)
 }
 
 /* Whether the calling thread is the one whose steps are counted. */
-static int is_own_thread(const Clock *self)
+static inline int is_own_thread(const Clock *self)
 {
     return PyThread_get_thread_ident() == self->thread;
+}
+
+static inline void release(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc free_it = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_it(object);
+    Py_DECREF(type);
 }
 
 #endif

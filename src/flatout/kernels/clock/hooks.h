@@ -84,14 +84,6 @@ static Clock *clock_of(PyObject *clock)
     return (Clock *)clock;
 }
 
-static void release(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc free_it = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_it(object);
-    Py_DECREF(type);
-}
-
 /* Whether a weak reference is to this object: 1, 0, or -1 with an error set. */
 static int refers_to(PyObject *weak, PyObject *object)
 {

@@ -155,12 +155,7 @@ static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t ro
     Py_buffer *view = &columns->views[i];
     long long offset, width;
     PyObject *array;
-    if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "columns: expected tuples (offset, width, array)");
-        return 0;
-    }
-    if (!PyArg_ParseTuple(item, "LLO;columns: expected tuples (offset, width, array)", &offset,
-                          &width, &array) ||
+    if (!PyArg_ParseTuple(item, "LLO:column", &offset, &width, &array) ||
         !get_buffer(array, view, "column", is_written))
         return 0;
     if (has_objects(view)) {

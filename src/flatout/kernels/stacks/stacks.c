@@ -273,13 +273,10 @@ static PyObject *stacks_new(PyTypeObject *type, PyObject *args, PyObject *names)
 static void stacks_dealloc(PyObject *object)
 {
     Stacks *self = (Stacks *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc free_it = (freefunc)PyType_GetSlot(type, Py_tp_free);
     end(self);
     tree_free(&self->tree);
     Py_CLEAR(self->clock);
-    free_it(object);
-    Py_DECREF(type);
+    release(object);
 }
 
 static PyObject *stacks_steps_per_bin(PyObject *object, void *nothing)
