@@ -104,15 +104,6 @@ class Source(Protocol):
 
     `batches(epoch, start_step)` returns exactly the batches of a full pass from that step on. If
     the source is not seekable, this holds only in a process that has loaded the `state_dict`.
-
-    Attributes:
-        seekable: whether a pass can start at any step without reading earlier batches.
-        counted: whether `steps` is known.
-        samples: number of samples per epoch; None if not known.
-        steps: number of batches per epoch; None if not known.
-        batch_size: number of samples per batch; None if not known.
-        digest: 16 hex digits that differ for other data, for a resume to compare. Order and batch
-            size do not count.
     """
 
     @property
@@ -142,7 +133,7 @@ class Source(Protocol):
 
     @property
     def digest(self) -> str:
-        """16 hex digits that differ for other data."""
+        """16 hex digits that differ for other data, whatever their order and batch size."""
         ...
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:

@@ -101,12 +101,7 @@ def convert(
     kind = _kind(path, to)
     sizes = ShardSizes(shards, rows_per_shard, shard_bytes)
     sizes.check(kind)
-    if balance not in (None, "class", "spread"):
-        raise DataError(f"balance: expected 'class', 'spread' or None, found {balance!r}")
-    if sampling not in ("over", "under"):
-        raise DataError(f"sampling: expected 'over' or 'under', found {sampling!r}")
-    if sampling == "under" and balance != "class":
-        raise DataError("sampling='under' is for balance='class'", do="pass both, or neither")
+    _check_balance(balance, sampling)
     if not isinstance(source, Pipeline):
         source = _opened(source, kind, format, schema, on_error, max_errors, options or {})
     elif schema is not None or format is not None or options:
@@ -128,6 +123,15 @@ def convert(
     if kind == "rows":
         return _to_rows(job, path, overwrite, progress, began)
     return _to_shards(job, path, kind, sizes, overwrite, progress, began)
+
+
+def _check_balance(balance: Any, sampling: Any) -> None:
+    if balance not in (None, "class", "spread"):
+        raise DataError(f"balance: expected 'class', 'spread' or None, found {balance!r}")
+    if sampling not in ("over", "under"):
+        raise DataError(f"sampling: expected 'over' or 'under', found {sampling!r}")
+    if sampling == "under" and balance != "class":
+        raise DataError("sampling='under' is for balance='class'", do="pass both, or neither")
 
 
 def _kind(path: Path, to: str | None) -> str:

@@ -36,10 +36,7 @@ class NamedStore(KeptRows):
         If the cache folder cannot be written, the store is in memory, and `reason` says so.
 
         Args:
-            key: result of `feature_key`.
-            row: the tensors of a row.
-            where: "memory", "disk" or "auto".
-            budget: maximum bytes of the rows; None means the limits in `files.py`.
+            key: result of `feature_key`; this and the next arguments are as for `FeatureStore`.
             expected: expected number of rows; None if not known.
         """
         return cls(opened(key, row, where, budget, expected))

@@ -28,48 +28,6 @@ from flatout.words import size_words
 
 # Height and width to which images of several sizes are resized, if the user names none.
 USUAL_SIZE = 224
-
-
-def open_images_of_any_size(paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
-    """Return decoded images, with labels if there are class folders, resized if sizes differ."""
-    return open_found(
-        ImageBytes(paths, ErrorPolicy(on_error, max_errors)), paths, on_error, max_errors
-    )
-
-
-def open_found(images: ImageBytes, paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
-    import flatout.data
-
-    return flatout.data.images(
-        paths,
-        size=USUAL_SIZE if len(sizes_of(images)) > 1 else None,
-        labels=bool(images.classes),
-        on_error=on_error,
-        max_errors=max_errors,
-    )
-
-
-def sizes_of(images: ImageBytes) -> dict[tuple[int, int], int]:
-    """Return the number of images of each height and width, the most frequent size first."""
-    pairs = np.stack([images.headers["height"], images.headers["width"]], axis=1)
-    sizes, counts = np.unique(pairs, axis=0, return_counts=True)
-    turn = np.argsort(-counts, kind="stable")
-    return {(int(h), int(w)): int(n) for (h, w), n in zip(sizes[turn], counts[turn], strict=True)}
-
-
-def size_note(images: ImageBytes) -> str:
-    sizes = sizes_of(images)
-    (height, width), count = next(iter(sizes.items()))
-    if len(sizes) == 1:
-        return f"all images are {height}x{width}"
-    small, *_, large = sorted(sizes, key=lambda size: size[0] * size[1])
-    return (
-        f"{len(sizes):,} sizes of images, {small[0]}x{small[1]} to {large[0]}x{large[1]}, most "
-        f"often {height}x{width} ({count:,}); the schema resizes them to "
-        f"{USUAL_SIZE}x{USUAL_SIZE}, edit it or pass size="
-    )
-
-
 # Images that are decoded for the report; decoding all would take too long.
 _FEW = 512
 # Decoded bytes of a block.
@@ -110,15 +68,7 @@ def inspect(
         images = ImageBytes(paths, ErrorPolicy("skip", NO_LIMIT))
         pipeline = open_found(images, paths, "skip", NO_LIMIT)
     else:
-        on_error: Any = "skip" if kind in SKIPPING else "fail"
-        pipeline = open_files(
-            paths,
-            kind,
-            on_error=on_error,
-            max_errors=NO_LIMIT,
-            without_text=True,
-            options=options,
-        )
+        pipeline = open_with_bad_rows(paths, kind, options=options)
     stored = _Stored.of(kind, paths, images)
     counts, bad = ColumnCounts(), ""
     schema: Schema | None = getattr(pipeline.origin, "schema", None)
@@ -134,10 +84,17 @@ def inspect(
     return _report(kind, stored, pipeline, images, columns, counts, bad)
 
 
-class _Stored(NamedTuple):
-    """Files: paths that can be opened, sizes as stored, and sizes after decompression."""
+def open_with_bad_rows(paths: Paths, kind: str, **given: Any) -> Pipeline:
+    """Open files of a format without their bad rows, where the format can leave these out."""
+    on_error: Any = "skip" if kind in SKIPPING else "fail"
+    return open_files(
+        paths, kind, on_error=on_error, max_errors=NO_LIMIT, without_text=True, **given
+    )
 
-    paths: list[str]
+
+class _Stored(NamedTuple):
+    """Sizes of files, as stored and after decompression, and the number of compressed files."""
+
     sizes: list[int]
     unpacked: list[int]
     packed: int
@@ -146,17 +103,17 @@ class _Stored(NamedTuple):
     def of(cls, kind: str, paths: Paths, images: ImageBytes | None) -> _Stored:
         if images is not None:
             sizes = images.headers["bytes"].tolist()
-            return cls(images.paths, sizes, sizes, 0)
+            return cls(sizes, sizes, 0)
         if kind == "rows":
             given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-            inside = [entry for item in given for entry in os.scandir(os.path.expanduser(item))]
+            inside = (entry for item in given for entry in os.scandir(os.path.expanduser(item)))
             sizes = [entry.stat().st_size for entry in inside]
-            return cls([entry.path for entry in inside], sizes, sizes, 0)
+            return cls(sizes, sizes, 0)
         files = find(paths)
         sizes = [_stored_size(file) for file in files]
         unpacked = [file.size for file in files]
         packed = sum(a != b for a, b in zip(sizes, unpacked, strict=True))
-        return cls([file.path for file in files], sizes, unpacked, packed)
+        return cls(sizes, unpacked, packed)
 
 
 def _stored_size(file: File) -> int:
@@ -293,3 +250,43 @@ def _classes(counts: ColumnCounts, names: Sequence[str]) -> dict[str, int] | Non
 def _base_of(schema: Schema | None) -> int:
     is_libsvm = schema is not None and schema.format == "libsvm"
     return int(schema.options.get("base", 0)) if schema is not None and is_libsvm else 0
+
+
+def open_images_of_any_size(paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
+    """Return decoded images, with labels if there are class folders, resized if sizes differ."""
+    return open_found(
+        ImageBytes(paths, ErrorPolicy(on_error, max_errors)), paths, on_error, max_errors
+    )
+
+
+def open_found(images: ImageBytes, paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
+    import flatout.data
+
+    return flatout.data.images(
+        paths,
+        size=USUAL_SIZE if len(sizes_of(images)) > 1 else None,
+        labels=bool(images.classes),
+        on_error=on_error,
+        max_errors=max_errors,
+    )
+
+
+def sizes_of(images: ImageBytes) -> dict[tuple[int, int], int]:
+    """Return the number of images of each height and width, the most frequent size first."""
+    pairs = np.stack([images.headers["height"], images.headers["width"]], axis=1)
+    sizes, counts = np.unique(pairs, axis=0, return_counts=True)
+    turn = np.argsort(-counts, kind="stable")
+    return {(int(h), int(w)): int(n) for (h, w), n in zip(sizes[turn], counts[turn], strict=True)}
+
+
+def size_note(images: ImageBytes) -> str:
+    sizes = sizes_of(images)
+    (height, width), count = next(iter(sizes.items()))
+    if len(sizes) == 1:
+        return f"all images are {height}x{width}"
+    small, *_, large = sorted(sizes, key=lambda size: size[0] * size[1])
+    return (
+        f"{len(sizes):,} sizes of images, {small[0]}x{small[1]} to {large[0]}x{large[1]}, most "
+        f"often {height}x{width} ({count:,}); the schema resizes them to "
+        f"{USUAL_SIZE}x{USUAL_SIZE}, edit it or pass size="
+    )

@@ -8,12 +8,12 @@ from itertools import count
 from typing import Any
 
 from flatout.cache_folder import cache_folder
-from flatout.data.inspection.inspect import open_images_of_any_size
+from flatout.data.inspection.inspect import open_images_of_any_size, open_with_bad_rows
 from flatout.data.pipeline import Pipeline
 from flatout.data.reading.files import Paths
 from flatout.data.reading.origins import is_chunks
 from flatout.data.reading.schema import Given
-from flatout.data.sources.formats import NO_LIMIT, SKIPPING, guess, open_files, schema_format
+from flatout.data.sources.formats import NO_LIMIT, guess, schema_format
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
 from flatout.words import rounded
@@ -141,10 +141,7 @@ def bench(
 def _opened(paths: Paths, kind: str, schema: Given | None) -> Pipeline:
     if kind == "images" and schema is None:
         return open_images_of_any_size(paths, "skip", NO_LIMIT)
-    on_error: Any = "skip" if kind in SKIPPING else "fail"
-    return open_files(
-        paths, kind, schema=schema, on_error=on_error, max_errors=NO_LIMIT, without_text=True
-    )
+    return open_with_bad_rows(paths, kind, schema=schema)
 
 
 def _indexes() -> set[str]:

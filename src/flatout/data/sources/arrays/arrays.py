@@ -475,23 +475,9 @@ def array_source(
     pin_memory: bool = False,
     clip_batch: bool = False,
 ) -> ArraySource:
-    """Return batches of data in memory.
+    """Return batches of data in memory: an `Arrays`, or inputs, targets and more as for `Arrays`.
 
-    Args:
-        inputs: an `Arrays`, or inputs as for `Arrays`.
-        targets: targets, as for `Arrays`.
-        weight: one number per sample, as for `Arrays`.
-        scale: factor for uint8 inputs, as for `Arrays`.
-        shift: number that is added to scaled inputs, as for `Arrays`.
-        batch_size: samples per batch; None means 32, or all samples if there are fewer.
-        shuffle: whether each epoch has a new order, from (seed, epoch).
-        seed: seed of the orders.
-        drop_last: leave out a smaller last batch.
-        pin_memory: gather into pinned memory, for copies to an accelerator; without one, no effect.
-        clip_batch: a batch larger than the data becomes the data instead of an error.
-
-    Raises:
-        DataError: errors of `Arrays` and `batches_of`.
+    The other arguments are those of `as_source`.
     """
     if isinstance(inputs, Arrays):
         if any(value is not None for value in (targets, weight, scale, shift)):

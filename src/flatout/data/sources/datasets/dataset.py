@@ -91,19 +91,16 @@ def dataset(
 
     Args:
         samples: the Dataset; a sample is x, (x, y) or (x, y, weight).
-        batch_size: samples per batch; None means 32, or all samples if there are fewer.
-        shuffle: whether each epoch has a new order, from (seed, epoch). An iterable Dataset has its
-            own order.
+        batch_size: samples per batch; None means 32, or all samples if there are fewer. The next
+            arguments are also as for `as_source`.
+        shuffle: whether each epoch has a new order. An iterable Dataset has its own order.
         seed: seed of the orders and of random augmentation.
-        drop_last: leave out a smaller last batch.
         workers: how samples are read. 0: by this process when they are needed; "thread": ahead, by
             a thread; a number: by this number of processes; "auto": starts with 0 and keeps the
             fastest while batches are used. An iterable Dataset is read by one process at most,
             since each of several would return all samples. It is read by several if its class
             calls `get_worker_info` to split the samples. Processes are kept over epochs if the
             Dataset can be copied.
-        pin_memory: batches in pinned memory, for copies to an accelerator; without one, no effect.
-        clip_batch: a batch larger than the data becomes the data instead of an error.
         collate: makes a batch from a list of samples; torch's `default_collate` if None.
 
     Raises:

@@ -16,14 +16,6 @@ from flatout.data.sources.images.image_records import ImageRecords
 from flatout.data.sources.images.image_rows import ImageOptions, ImageRows, Images
 from flatout.errors import DataError
 
-_DEFAULTS: dict[str, Any] = {
-    "size": None,
-    "resize": "stretch",
-    "channels": 3,
-    "classes": None,
-    "labels": True,
-    "reduced": False,
-}
 # Suffixes of TFRecord files.
 _RECORDS = (".tfrecord", ".tfrecords", ".tfrec")
 
@@ -107,7 +99,8 @@ def images(
         wanted = _of_arguments(**given)
     else:
         read = as_schema(schema, "images")
-        beside = [name for name, value in given.items() if value != _DEFAULTS[name]]
+        defaults = images.__kwdefaults__ or {}
+        beside = [name for name, value in given.items() if value != defaults[name]]
         if beside:
             raise DataError(f"{', '.join(beside)}: the schema says that already; found both")
         wanted = _of_schema(read)
