@@ -21,8 +21,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import flatout  # noqa: E402
-from flatout.data import checksums  # noqa: E402
 from flatout.data.conversion.convert import convert  # noqa: E402
+from flatout.data.stores import checksums  # noqa: E402
 
 ROWS, BATCH, PAIRS = 1_000_000, 4096, 5
 FIELDS = input_job.NUMBERS + input_job.HASHED

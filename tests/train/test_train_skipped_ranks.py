@@ -29,7 +29,7 @@ JOB = """
     from torch import nn
 
     import flatout
-    from flatout.data import error_policy
+    from flatout.data.reading import error_policy
     from flatout.data.features.row_log import RECORD
     from flatout.recipe import Recipe
     from flatout.train.parts.features import features
