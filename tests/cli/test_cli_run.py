@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from flatout.devices import allocator
 from flatout.measure.fingerprint import fingerprint
@@ -196,6 +197,15 @@ def test_a_recipe_is_named_by_its_whole_path_and_settings_go_before_it(folder) -
         "applied: threads=3; undo: drop --recipe and --set\n"
         "flatout: left as written: bf16 (the script imports no torch)\n"
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the setting can be applied on a GPU")
+def test_a_cure_that_was_left_is_not_printed_as_applied(folder) -> None:
+    (folder / "few.py").write_text("import torch\n")
+    done = run("--set", "script.host_syncs=deferred", "--set", "script.garbage=scheduled", "few.py")
+    left, applied = done.stderr.splitlines()[:2]
+    assert left.startswith("flatout: left as written: host_syncs=deferred (there is no GPU")
+    assert applied == "applied: garbage=scheduled; undo: drop --set"
 
 
 def test_hooked_cures_are_printed_after_they_are_hooked(folder) -> None:

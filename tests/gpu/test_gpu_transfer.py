@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -213,42 +212,6 @@ def test_rows_lie_on_the_device_until_memory_runs_out_there(device):
     ours = fitted(device, "memory", callbacks=[GiveWay()])
     assert (sum(freed) > 0) == (device.type == "cuda")
     check_alike(ours, plain, 1e-2)
-
-
-def looped(device, where, data):
-    """A loop of one's own: the model, and the loss of each epoch."""
-    model = network().to(device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.05)
-    recipe = Recipe(
-        input={"features": where},
-        compute={"precision": "fp32"},
-        world={"device": device.type},
-    )
-    source = flatout.data.as_source(data, batch_size=BATCH, seed=0)
-    loop = flatout.Loop(recipe=recipe, say=lambda line: None)
-
-    def run(batch):
-        return F.cross_entropy(model(batch.inputs), batch.targets)
-
-    loop.prepare(model, optimizer, compute=run, data=source, steps=4 * SAMPLES // BATCH)
-    found = []
-    for _ in loop.epochs(4):
-        for batch in loop.batches(source):
-            loop.step(run, batch)
-        found.append(loop.mean_loss())
-    loop.close()
-    return model, found
-
-
-@pytest.mark.parametrize("kind", ["arrays", "pipeline"])
-def test_a_loop_of_ones_own(device, computed, kind):
-    data = images() if kind == "arrays" else flatout.data.arrays(*images()).batch(BATCH)
-    plain, expected = looped(device, "off", data)
-    ours, found = looped(device, "memory", data)
-    assert SAMPLES <= sum(computed) < 3 * SAMPLES
-    assert found == pytest.approx(expected, rel=1e-2)
-    torch.testing.assert_close(ours[9].weight, plain[9].weight, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

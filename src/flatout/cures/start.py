@@ -33,8 +33,8 @@ def main(arguments: list[str]) -> None:
 
 def _say_applied(asked: Recipe, undo: str) -> None:
     """Print the hooked cures; `flatout run` has printed the settings of the process start."""
-    early = at_start(asked)
-    hooked = {field: value for field, value in wanted(asked).items() if field not in early}
+    done_or_left = {*at_start(asked), *(field for field, _ in record.left())}
+    hooked = {field: value for field, value in wanted(asked).items() if field not in done_or_left}
     if hooked and undo and record.is_first_rank():
         say_as_is(f"applied: {' '.join(in_words(hooked))}{undo}")
 
