@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter_ns as clock
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -31,7 +31,16 @@ from flatout.world import World
 
 
 class KeepsFeatures(Protocol):
-    """Interface for replacing inputs by stored features of frozen layers (see features.py)."""
+    """Interface for replacing inputs by stored features of frozen layers (parts/features/).
+
+    Attributes:
+        facts: the decision as plain data; None before it, and where no layer is frozen.
+    """
+
+    facts: dict[str, Any] | None
+
+    def close(self) -> None:
+        """Give the model its own frozen layers back, and end writing."""
 
     def begin(self, source: Source, part: Source, epoch: int) -> bool:
         """Start an epoch; return whether its batches must pass through this object."""

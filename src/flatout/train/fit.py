@@ -248,8 +248,8 @@ class Fit:
             callback.check(state, figures)
         part = part_of(self.source, loop.world, loop.note, whole=loop.takes_whole_batches)
         self._can_claim = getattr(part, "can_claim", False)
-        assert loop.features is not None
-        loop.features.begin(self.source, part, loop.epoch)
+        if loop.feed.features is not None:
+            loop.feed.features.begin(self.source, part, loop.epoch)
         self.callbacks.extend(self.files.begin())
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes
@@ -377,8 +377,8 @@ class Fit:
         assert loop.resolved is not None
         self.state.history.tuning = loop.tuning
         self.state.history.evaluation = loop.evaluated
-        assert loop.features is not None
-        self.state.history.features = loop.features.facts
+        if loop.feed.features is not None:
+            self.state.history.features = loop.feed.features.facts
         loop.resolved = loop.feed.with_workers(loop.asked.recipe, loop.resolved)
         self.state.history.recipe = loop.resolved
         self.files.write_recipe()

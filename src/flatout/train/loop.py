@@ -49,11 +49,10 @@ from flatout.train.losses.loss_value import Compute
 from flatout.train.objective_checks import check_optimizers
 from flatout.train.part import Part, Step
 from flatout.train.parts.explain_errors import ExplainErrors, IdChecks
-from flatout.train.parts.features.features import FrozenFeatures
 from flatout.train.parts.first_step import FirstStepChecks, TrainingMode
 from flatout.train.parts.monitor import Monitor
 from flatout.train.parts.numbers import NumbersGuard, StepFacts
-from flatout.train.parts.order import ORDER
+from flatout.train.parts.order import ORDER, features_of
 from flatout.train.parts.other_job import OtherJob
 from flatout.train.parts.rounding_watch import RoundingWatch
 from flatout.train.parts.table_rows import TableRows
@@ -91,14 +90,12 @@ class Loop(LoopState):
         say: function that prints decisions; `lambda line: None` for silence.
 
     Attributes:
-        features: keeps the outputs of frozen leading layers; None without a Trainer.
         numbers: checks whether each step's numbers are finite, from `prepare` on.
         rounding: compares gradients in bf16 with those in fp32 now and then, from `prepare` on.
 
     See `LoopState` for further attributes.
     """
 
-    features: FrozenFeatures | None = None
     numbers: NumbersGuard
     rounding: RoundingWatch
     _other_job: OtherJob | None = None
@@ -176,8 +173,7 @@ class Loop(LoopState):
         report_tables(self, first)
         follow_rule(self)
         if self.identity.trainer is not None:
-            self.feed.features = self.features = FrozenFeatures(self, model)
-            self.undo.callback(self.features.close)
+            self._keep_features(model)
         elif self.asked.recipe.input.features in ("memory", "disk"):
             self.say("features: a Loop keeps none, a Trainer does")
         self._attach_own_parts()
@@ -251,8 +247,13 @@ class Loop(LoopState):
         """Place a model that is evaluated before training."""
         if self.resolved is None:
             place_model(self, model)
-        if self.features is None:
-            self.feed.features = self.features = FrozenFeatures(self, model)
+        if self.feed.features is None:
+            self.feed.features = features_of(self, model)
+
+    def _keep_features(self, model: nn.Module) -> None:
+        self.feed.features = features = features_of(self, model)
+        if features is not None:
+            self.undo.callback(features.close)
 
     def follow(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, resolved: ResolvedRecipe

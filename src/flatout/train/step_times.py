@@ -85,7 +85,7 @@ def why_not(loop: Loop) -> str:
     """Return the reason why steps cannot be measured after a fit; "" without one."""
     if loop.lays_out or loop.has_servers or loop.stepper.switch.shards is not None:
         return "a rank has a part of the model alone"
-    kept = None if loop.features is None else loop.features.facts
+    kept = None if loop.feed.features is None else loop.feed.features.facts
     if kept is not None and kept["where"]:
         return "what frozen layers give is kept, so that steps take other times than these"
     return ""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from flatout.train.feed import KeepsFeatures
 from flatout.train.graphs.graphs import DeviceTimes, Graphs
+from flatout.train.loop_state import LoopState
 from flatout.train.part import Part
 from flatout.train.parts.explain_errors import ExplainErrors, IdChecks
+from flatout.train.parts.features.features import FrozenFeatures
 from flatout.train.parts.first_step import FirstStepChecks, TrainingMode
 from flatout.train.parts.monitor import Monitor
 from flatout.train.parts.numbers import NumbersGuard
@@ -33,3 +38,8 @@ REASONS: dict[type[Part], str] = {
     DropoutBySample: "innermost: acts on each micro-batch",
 }
 ORDER = tuple(REASONS)
+
+
+def features_of(loop: LoopState, model: nn.Module) -> KeepsFeatures | None:
+    """Return the object that replaces inputs before the steps; None for a job without one."""
+    return FrozenFeatures(loop, model)
