@@ -119,13 +119,10 @@ class Point:
     """The forecast for one number of hosts.
 
     Attributes:
-        shape: the ranks and their batch.
-        rate: samples per second.
         efficiency: the rate as a share of one host's rate times the number of hosts.
         marginal: increase of the rate per host added since the previous point, as a share of one
             host's rate.
         seconds: seconds that the epochs take; None where the number of samples is unknown.
-        cost: the cost in the currency of the prices; None without prices.
         terms: median seconds of each term of a step, by name.
         is_range: whether the point is too far from the measured ranks for a number.
         growth: number of ranks divided by the largest measured number of ranks.
@@ -176,8 +173,6 @@ class Side:
     """The forecast for one kind of machine.
 
     Attributes:
-        measured: the runs on machines of this kind.
-        asked: the options of the forecast.
         price: name of a kind of host and its price per hour; None without prices.
     """
 

@@ -86,15 +86,13 @@ def normal_maximum(draws: int) -> float:
 class Job:
     """The work of a step: the computation and the communication of the ranks.
 
+    A field with the name of a setting of `world` has the setting's value; `reduction` may also be
+    "nccl", the ring all-reduce of NCCL.
+
     Attributes:
         buckets: gradients, in the order in which they are sent.
         batch: number of samples in one rank's step, for which times are given.
         backward: share of a step's computation time in the backward pass.
-        strategy: value of the setting `world.strategy`.
-        reduction: value of the setting `world.reduction`; "nccl" is the ring all-reduce of NCCL.
-        compression: value of the setting `world.compression`.
-        powersgd_rank: rank r of the low-rank matrices of PowerSGD.
-        servers: number of parameter servers.
         served: the way in which gradients reach the servers. "hosts": each host sends the sum of
             its ranks' gradients, as gradients get ready. "ranks": each rank sends its own gradients
             after its backward pass, as for Flatout's asynchronous servers. "reduced": after the
@@ -105,8 +103,6 @@ class Job:
         largest: bytes of the largest tensor that a server holds whole; 0 where tensors are split
             evenly among servers.
         row_bytes: bytes per sample of the embedding table rows that a rank uses.
-        tables: value of the setting `world.tables`, which says whether every rank holds the
-            embedding tables.
         sync_every: number of steps between two averages of weights in local SGD.
         averaged: bytes that local SGD averages at a time; 0 means as many bytes as the gradients.
         spread: variation of the times of a rank's steps.
@@ -138,8 +134,6 @@ class Shape:
     """Number of ranks and samples of a step.
 
     Attributes:
-        hosts: the number of hosts.
-        per_host: number of ranks on each host.
         batch: number of samples in one micro-batch of one rank.
         accumulated: number of micro-batches between two gradient syncs.
         servers: number of parameter servers; None means as in the job.

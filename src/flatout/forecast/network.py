@@ -45,7 +45,6 @@ class Collective(_Part):
         reduction: name as in the setting `world.reduction`; None where the operation is no
             reduction.
         ranks, hosts: number of ranks and of hosts; each host has equally many ranks.
-        bytes: bytes of each rank's tensor.
         seconds: seconds of the slowest rank, for each repetition of the operation.
     """
 

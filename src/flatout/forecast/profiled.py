@@ -61,10 +61,8 @@ class MeasuredRuns:
 
     Attributes:
         profiles: the runs, in order of increasing number of ranks.
-        job: the work of a step.
         rows: timed steps, with their ranks and batch.
         prior: range of each unknown value of the model; the network between hosts is left out.
-        device: "cpu" or "cuda".
         batch: number of samples in a step of all ranks together.
         input_per_host: samples per second that a host can read; None where this is unknown.
         notes: assumptions that were made, as sentences for the user.

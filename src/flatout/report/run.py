@@ -33,9 +33,6 @@ from flatout.measure import (
     median_of,
 )
 
-FEWEST_STEPS = 30
-"""Minimum number of steps of a run to compare its speed with another run."""
-
 _FILES = (PROFILE_FILE, "history.json", "log.jsonl", RUNS, "recipe.toml", "checkpoints")
 _MOST_BYTES = 256 << 20
 # Maximum number of a log's latest steps from which the speed of a run is computed, as in a Profile.

@@ -36,8 +36,8 @@ from flatout.measure import (
     ratio_of_medians,
     student_t,
 )
-from flatout.report.baseline import FLOOR, differences, hardware
-from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
+from flatout.report.baseline import FEWEST_STEPS, FLOOR, differences, hardware
+from flatout.report.run import SeenRun, names_of
 from flatout.words import count_words, counted, duration, rounded, size_words
 
 # _MOST_BESIDE: maximum number of runs in the first run's parent folder that are read to measure
