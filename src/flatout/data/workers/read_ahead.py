@@ -31,13 +31,13 @@ _NOT_COUNTED = 2
 _LEAST_S = 0.05
 
 
-def read_ahead(items: Iterator[T], depth: int = _DEPTH) -> Generator[T, None, None]:
+def read_ahead(items: Iterator[T]) -> Generator[T, None, None]:
     end = object()
 
     def following(number: int) -> T | object:
         return next(items, end)
 
-    ahead = Ahead(following, 0, 2**62, Tuner(1, threads=1, depth=depth))
+    ahead = Ahead(following, 0, 2**62, Tuner(1, threads=1, depth=_DEPTH))
     with closing(iter(ahead)) as made:
         for item in made:
             if item is end:

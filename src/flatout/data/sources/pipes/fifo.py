@@ -6,13 +6,12 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 
-from flatout.console import say_as_is
 from flatout.data.pipeline import Pipeline
 from flatout.data.reading.block import Block
 from flatout.data.reading.buffers import Buffers
@@ -69,7 +68,6 @@ class FifoStream:
         max_errors: int = 100,
         timeout_s: float | None = None,
         longest: int = LONGEST_RECORD,
-        say: Callable[[str], None] = say_as_is,
         block_bytes: int = 16 << 20,
         turn: int = 256,
     ) -> None:
@@ -80,7 +78,7 @@ class FifoStream:
         self._come, self._share = rows, share
         self._paths, self._wrap = list(paths), wrap
         self._on_error, self._max_errors = on_error, max_errors
-        self._timeout_s, self._longest, self._say = timeout_s, longest, say
+        self._timeout_s, self._longest = timeout_s, longest
         self._policy, self._turn = ErrorPolicy(on_error, max_errors), turn
         self._changes = Changes()
         self._block = max(1, min(_BLOCK_ROWS, block_bytes // max(1, _row_bytes(schema))))
@@ -105,9 +103,7 @@ class FifoStream:
         """
         turn, self._passes = self._passes, self._passes + 1
         policy = self._policy = ErrorPolicy(self._on_error, self._max_errors)
-        pipes = self._open = [
-            Pipe(path, turn, timeout_s=self._timeout_s, say=self._say) for path in self._paths
-        ]
+        pipes = self._open = [Pipe(path, turn, timeout_s=self._timeout_s) for path in self._paths]
         try:
             # Open all pipes before reading: a writer may wait for the reader of any pipe.
             for pipe in pipes:

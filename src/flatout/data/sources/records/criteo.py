@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatout.data.pipeline import Pipeline
 from flatout.data.reading.block import Block, Values
 from flatout.data.reading.buffers import Buffers
@@ -98,8 +96,8 @@ def _default_of(column: Column) -> float:
     return column.default
 
 
-def criteo_schema(*, buckets: int = 0, label: bool = True, dtype: Any = "float32") -> Schema:
-    columns = [Column(name="label", dtype=dtype, role="target")] if label else []
+def criteo_schema(*, buckets: int = 0, label: bool = True) -> Schema:
+    columns = [Column(name="label", dtype="float32", role="target")] if label else []
     columns.append(Column(name="integers", dtype="float32", shape=(INTEGERS,), default=0))
     columns.append(Column(name="categories", dtype="int64", shape=(CATEGORIES,), default=0))
     return Schema(format="criteo", columns=tuple(columns), options={"buckets": buckets})
