@@ -15,7 +15,7 @@ explains why the program gives the same batches. source.py is the interface to t
     stores/        decoded rows in memory or in a folder
     features/      the output of frozen layers, by sample (device_rows.py: on a GPU too)
     ids/           maps ids to rows of a table; names of classes
-    augmentation/  draws the changes of `augment`, which kernels/augment.py applies
+    augmentation/  draws the changes of `augment`, which kernels/augment/ applies
     digests/       digests of data and of a user's code
     conversion/    `flatout data convert`
     inspection/    `flatout data inspect`

@@ -13,7 +13,7 @@
 
 #include "../shared/rows.h"
 
-/* What is wrong with a row: `Bad` in criteo.py. */
+/* What is wrong with a row: `Bad` in __init__.py. */
 enum {
     GOOD,
     TOO_FEW_FIELDS,

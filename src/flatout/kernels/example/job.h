@@ -7,7 +7,7 @@
 
 #include "crc.h"
 
-/* What is wrong with a record: `Bad` in example.py. */
+/* What is wrong with a record: `Bad` in __init__.py. */
 enum {
     GOOD,
     OUTSIDE,
@@ -24,7 +24,7 @@ enum {
     SEVERAL_VALUES
 };
 
-/* How a scan ended: `End` in example.py. */
+/* How a scan ended: `End` in __init__.py. */
 enum {
     END_WHOLE,
     END_FULL,

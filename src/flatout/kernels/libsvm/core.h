@@ -14,7 +14,7 @@
 
 #include "../shared/rows.h"
 
-/* What is wrong with a row: `Bad` in libsvm.py. */
+/* What is wrong with a row: `Bad` in __init__.py. */
 enum {
     GOOD,
     OUTSIDE,

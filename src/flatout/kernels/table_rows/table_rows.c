@@ -14,7 +14,7 @@
 
 enum { ADAM, SGD, RMSPROP, ADAGRAD };
 
-/* What one step of a rule needs, as table_rows.py fills it in. */
+/* What one step of a rule needs, as __init__.py fills it in. */
 typedef struct {
     double rate;   /* of Adam: divided by the bias correction of the mean */
     double root;   /* Adam: what multiplies the root of the squares: the bias correction of these */
