@@ -1061,7 +1061,7 @@ def test_a_short_run_stays_in_full_precision_where_that_does_not_pay(seconds, op
     clock.set(has_bf16_units=with_bf16)
     loop, said = frozen_job(clock, seconds, **options)
     assert loop.resolved.compute.precision == loop.stepper.switch.now.precision == "fp32"
-    reasons = "too short to repay measuring", "what frozen layers give is kept from the start"
+    reasons = "too short to repay measuring", "features of frozen layers are kept from the start"
     assert not said or any(reason in said[0] for reason in reasons)
 
 
@@ -1134,7 +1134,7 @@ def test_a_run_that_ends_first_keeps_what_was_proven(clock):
     loop.end_tuning()
     assert loop.resolved.compute.memory_format == "channels_last"
     assert "together" in loop.resolved.choices["compute.rewrites"].reason
-    assert "the run ended before all was tried" in said[0]
+    assert "the run ended before all settings were tried" in said[0]
     assert not loop.tuning["done"]
     loop.close()
 

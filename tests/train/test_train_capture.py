@@ -619,7 +619,7 @@ def test_auto_has_the_step_compiled_beside_the_run_and_measures_it(clock, interp
     assert tuning["spans"][-1]["last"] == 400
     assert tuning["captures"][0]["is_there"]
     text = " ".join(history.explain().split())
-    assert "the whole step as one graph: compiled in 0.5s beside steps" in text
+    assert "the whole step as one graph: compiled in 0.5s during steps" in text
     assert "captured step" in text
     (kept,) = kept_answers(tmp_path)
     assert 'capture = "on"' in kept
@@ -694,11 +694,11 @@ def test_what_is_captured_by_choice_is_compiled_once(clock, interpreted):
 @pytest.mark.parametrize(
     ("model", "options", "why"),
     [
-        (net, {"eager": 0.02}, "calls are little of that"),
+        (net, {"eager": 0.02}, "calling operators is a small part of that"),
         (net, {"epochs": 12}, "too short to repay compiling"),
         (network, {}, "the model draws random numbers"),
         (hooked, {}, "0 (Linear) has hooks"),
-        (net, {"few": 0.1}, "calls are little of a step"),
+        (net, {"few": 0.1}, "calling operators is a small part of a step"),
     ],
 )
 def test_auto_reports_why_it_does_not_compile(model, options, why, clock):

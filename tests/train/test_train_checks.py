@@ -88,7 +88,7 @@ def test_a_dict_of_inputs_for_a_forward_that_has_other_names():
 
     with pytest.raises(DataError, match="unexpected keyword argument 'x'") as caught:
         checked(Whole(), {"x": X, "labels": Y}, Y)
-    assert "by name: let forward take x, labels; targets stand beside it" in caught.value.do
+    assert "by name: let forward take x, labels; give targets next to the dict" in caught.value.do
 
 
 def test_inputs_of_another_shape():

@@ -94,7 +94,7 @@ def test_a_compiled_keras_model_is_counted_beside_its_own_metrics(one_hot):
 def test_what_has_no_confusion():
     with pytest.raises(ModelError, match="one class a sample"):
         ConfusionCount().update(torch.zeros(3), batch(torch.zeros(3)))
-    with pytest.raises(FlatoutError, match="no confusion was counted"):
+    with pytest.raises(FlatoutError, match="no confusion matrix was recorded"):
         flatout.train.history.History(8).plot_confusion("a.png")
 
 

@@ -87,7 +87,10 @@ def test_without_a_gpu_steps_run_as_ever_and_who_asked_is_told(asked):
     recipe = Recipe(compute=Compute(cuda_graph=asked))
     trainer = flatout.Trainer(nn.Linear(12, 3), allow="exact", say=quiet, recipe=recipe)
     history = trainer.fit(data(), batch_size=32, epochs=1, progress=False)
-    words = "compute.cuda_graph: steps run without: that is for one rank on a CUDA device"
+    words = (
+        "compute.cuda_graph: steps run without a graph: a CUDA graph needs a single rank on a CUDA "
+        "device"
+    )
     assert history.notes == ([words] if asked == "on" else [])
 
 

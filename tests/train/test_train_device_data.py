@@ -125,11 +125,16 @@ def test_what_decides(monkeypatch):
     assert chosen("auto", 2).value == "on"
     too_large = chosen("auto", 3)
     assert too_large.value == "off"
-    assert too_large.reason == "the data take 1.5 kB, and of this device at most 1.0 kB is taken"
+    assert (
+        too_large.reason
+        == "the data take 1.5 kB, but at most 1.0 kB of the device's memory is used for data"
+    )
     assert chosen("on", 3).value == "on"
     assert chosen("on", device=CPU).reason == "no GPU"
     assert chosen("on", frozen=True).value == "off"
     assert chosen("on", source=arrays("made")).value == "off"
     allowed[0] = 0.1  # of 40 kB, of which 1 kB is taken
-    assert chosen("auto", 2).reason.endswith("at most 750 bytes is taken")
+    assert chosen("auto", 2).reason.endswith(
+        "at most 750 bytes of the device's memory is used for data"
+    )
     assert chosen("auto", 1).value == "on"

@@ -285,7 +285,7 @@ def test_a_recipe_from_another_machine_is_decided_again_and_says_so(tmp_path, mo
         job = flatout.Trainer(network(), recipe=recipe, allow="exact", say=said.append)
         job.fit(data(), progress=False)
         assert said[0].startswith("the Recipe is from another machine (cpus: 4711 where it was")
-        assert said[0].endswith("): decided again")
+        assert said[0].endswith("): settings are decided again")
         assert job.resolved.compute.precision == "fp32"
         assert job.resolved.save.every == 7  # no measurement is behind it
 

@@ -33,9 +33,9 @@ def test_a_new_head_that_the_optimizer_misses_is_said_once(is_whole):
     x, y = data()
     trainer = flatout.Trainer(model, optimizer=optimizer, say=said.append)
     trainer.fit(x, y, epochs=1, progress=False)
-    lines = [line for line in said if "the optimizer misses" in line]
+    lines = [line for line in said if "but the optimizer does not have them" in line]
     assert len(lines) == (not is_whole)
-    assert all("4.weight, 4.bias; they stay" in line for line in lines)
+    assert all("4.weight, 4.bias; they are not trained" in line for line in lines)
 
 
 class Backboned(torch.nn.Module):

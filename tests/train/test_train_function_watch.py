@@ -85,11 +85,11 @@ class Loss:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (of_options, "it reads OPTIONS, a dict, which may change unseen"),
+        (of_options, "it reads OPTIONS, a dict, whose changes cannot be detected"),
         (counts, "it writes to CALLS"),
         (shows, "it calls print"),
         (keeps, "it writes to kept"),
-        (Loss(), "it reads itself, a Loss, which may change unseen"),
+        (Loss(), "it reads itself, a Loss, whose changes cannot be detected"),
     ],
 )
 def test_what_may_change_unseen_is_named(loss, words):

@@ -179,9 +179,9 @@ def test_the_file_beside_comes_back(days, tmp_path):
     with pytest.raises(CheckpointError, match="map of ids is of another model"):
         trainer(Clicks(rows=5)).load(tmp_path / "day.pt")
     beside.unlink()
-    with pytest.raises(CheckpointError, match=r"which is not there") as error:
+    with pytest.raises(CheckpointError, match=r"which was not found") as error:
         trainer(Clicks(rows=len(job.model.factors.weight))).load(path)
-    assert "beside the model" in error.value.do
+    assert "in the folder of the model" in error.value.do
 
 
 def test_exported_from_a_run(days, tmp_path):

@@ -133,7 +133,7 @@ def test_a_keras_file_is_a_plain_model(days, tmp_path):
     other.load(path)
     assert np.array_equal(other.predict(held_out), expected)
     (tmp_path / "day.ids.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="which is not there"):
+    with pytest.raises(CheckpointError, match="which was not found"):
         trainer(network(rows=9)).load(path)
 
 

@@ -358,11 +358,13 @@ def test_what_would_cut_them_says_what_to_do():
         job = trainer(model, loss="binary_cross_entropy", optimizer=adam(model), recipe=recipe)
         job.fit(loader(), epochs=1, progress=False)
 
-    with pytest.raises(DataError, match="micro_batch=4 wants a batch of 16 samples cut") as caught:
+    with pytest.raises(
+        DataError, match="micro_batch=4 requires splitting a batch of 16 samples"
+    ) as caught:
         fit(memory=Memory(micro_batch=4))
     assert "smaller batches, with accumulate=N" in caught.value.do
     fit(memory=Memory(micro_batch=BATCH))
-    with pytest.raises(DataError, match="dropout = by_sample keys what is dropped"):
+    with pytest.raises(DataError, match="dropout = by_sample needs a sample's row in the batch"):
         fit(compute=Compute(dropout="by_sample"))
 
 

@@ -123,7 +123,7 @@ def test_training_goes_on_where_it_cannot_be_told(how, controller, monkeypatch, 
         (tmp_path / "token").unlink()
     fit(1)
     said = capsys.readouterr().err
-    assert said.count("Kubeflow is not told how far training is, which goes on") == 1
+    assert said.count("progress cannot be reported to Kubeflow, training goes on") == 1
     assert controller.told == []
 
 

@@ -71,11 +71,13 @@ def test_what_is_said():
     words = LargestBatch(64, 1, 10**9, TIME, tried).words(
         torch.optim.SGD(nn.Linear(1, 1).parameters()), None
     )
-    assert words.startswith("batch 64: a step took 12s, and larger ones were not tried (2 trials, ")
+    assert words.startswith(
+        "batch 64: a step took 12s, and larger batches were not tried (2 trials, "
+    )
     found = LargestBatch(32, 2, 10**9, MEMORY, (TriedStep(16, "", 0.1), TriedStep(17, MEMORY, 0.1)))
     assert found.words((), None) == (
-        "batch 32 = 2 x 16: the most that fits in 1.0 GB of memory for each rank, 17 do not "
-        "(2 trials, 0.2s); as where no batch is named"
+        "batch 32 = 2 x 16: the most that fits in 1.0 GB of memory for each rank, 17 samples do not "
+        "fit (2 trials, 0.2s); the default batch size"
     )
 
 

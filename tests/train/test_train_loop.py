@@ -360,7 +360,9 @@ def test_a_compute_with_other_parameters_is_told_what_it_gets():
     model = torch.nn.Linear(2, 1)
     data = flatout.data.as_source((torch.ones(4, 2),), batch_size=2)
     loop = flatout.Loop(say=quiet)
-    with pytest.raises(DataError, match=r"(?s)missing 1 required.*called with the batch alone"):
+    with pytest.raises(
+        DataError, match=r"(?s)missing 1 required.*calls its compute function with the batch only"
+    ):
         loop.prepare(
             model,
             torch.optim.SGD(model.parameters(), 0.1),

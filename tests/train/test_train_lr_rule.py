@@ -238,8 +238,8 @@ def test_a_resume_in_the_middle_of_the_warm_up(tmp_path, optimizer):
     assert rest.history.notes == whole.history.notes
     assert rest.history.lr_scale == whole.history.lr_scale
     assert (
-        "learning rate times 2.75 goes on: linear rule for batch 32 instead of 8, step 7 of 12 of "
-        "the warm-up"
+        "the learning rate stays multiplied by 2.75: linear rule for batch 32 instead of 8, step 7 "
+        "of 12 of the warm-up"
     ) in rest.said
 
 
@@ -297,7 +297,7 @@ def test_a_loop_of_ones_own():
 def test_without_data_the_batch_is_unknown():
     model = network()
     loop = flatout.Loop(lr_rule=LrRule("linear", 8), say=quiet)
-    with pytest.raises(ModelError, match=r"needs the size of a batch(.|\n)*compute and data"):
+    with pytest.raises(ModelError, match=r"needs the batch size(.|\n)*compute and data"):
         loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loop.close()
 

@@ -105,7 +105,7 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused(way):
 def test_a_head_that_the_optimizer_misses_is_reported_once(way):
     model, said = network(), []
     way(model, torch.optim.Adam(model[0].parameters()), F.cross_entropy, say=said.append)
-    words = "the optimizer misses parameters that require gradients: 2.weight, 2.bias"
+    words = "parameters require gradients, but the optimizer does not have them: 2.weight, 2.bias"
     assert sum(line.startswith(words) for line in said) == 1
 
 

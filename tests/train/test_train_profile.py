@@ -300,4 +300,4 @@ def test_steps_are_not_measured_where_features_are_kept(tmp_path, monkeypatch):
     trainer.fit(images(), batch_size=10, epochs=3, progress=False)
     found = Profile.read(tmp_path)
     assert found.step_times == found.ranks_on_host == []
-    assert any("not measured: what frozen layers give is kept" in note for note in found.notes)
+    assert any("not measured: features of frozen layers are kept" in note for note in found.notes)

@@ -288,7 +288,7 @@ def test_settings_are_kept_and_not_measured_again(tmp_path):
     first, said = job()
     first.fit((x, y), batch_size=2, epochs=1, progress=False)
     assert said[0].startswith("auto: ")
-    assert "before all was tried" not in said[0]
+    assert "before all settings were tried" not in said[0]
     # What was hardly measured is not kept there.
     shutil.rmtree(os.environ["FLATOUT_CACHE"], ignore_errors=True)
     second, said = job()

@@ -210,7 +210,7 @@ def test_the_numbers_guard_drops_the_same_again():
 
 
 def test_compiling_is_refused():
-    with pytest.raises(RecipeError, match=r"compute\.dropout = by_sample does not reach"):
+    with pytest.raises(RecipeError, match=r"compute\.dropout = by_sample has no effect in code"):
         fit(network(), keyed(compute__compile="on"))
 
 
@@ -254,7 +254,7 @@ def test_on_several_ranks_a_batch_of_ones_own_has_to_tell_its_place():
     loop.stepper.meet(two)
     reduction = AllReduce(None).started(torch.device("cpu"))
     loop.stepper.train_with(two, 8.0, Ddp(two, model, reduction))
-    with pytest.raises(DataError, match="the places of these samples in the batch of all ranks"):
+    with pytest.raises(DataError, match="the position of these samples in the batch of all ranks"):
         loop.step(lambda batch: model(batch.inputs).sum(), Batch(data()[0], None, None, None, 150))
     loop.close()
 

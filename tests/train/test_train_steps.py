@@ -75,7 +75,7 @@ def test_training_ends_after_as_many_steps_as_asked_for(kind):
     )
     assert seen == list(range(1, 8))
     assert history.timeline.steps == 7
-    assert history.stop_reason == "7 steps were made, as max_steps asks"
+    assert history.stop_reason == "7 steps were made, the max_steps of this fit"
     assert history.epochs[-1]["val_loss"] > 0  # an unfinished epoch has figures too
 
 

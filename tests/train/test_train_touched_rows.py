@@ -206,7 +206,7 @@ def test_small_steps_of_bf16_tables_are_kept_in_lower_halves(tmp_path):
     # At which steps rows are brought up to date, as for a checkpoint, decides how they are rounded.
     trainer, history = bf16_fit(epochs=4, run=tmp_path / "whole")
     (line,) = [note for note in history.notes if note.startswith("tables: ")]
-    assert "bf16 with lower halves beside them" in line
+    assert "bf16, with the lower halves in separate tensors" in line
     weight = trainer.model.ids.weight
     state = trainer.optimizer.state[weight]
     whole = joined(weight.detach(), state["weight_lower_half"])

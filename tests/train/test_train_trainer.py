@@ -394,7 +394,7 @@ def test_an_optimizer_or_scheduler_of_something_else_is_named():
         flatout.Trainer(network(), optimizer=other)
     with pytest.raises(ModelError, match="scheduler belongs to another optimizer"):
         flatout.Trainer(network(), scheduler=lr_scheduler.ExponentialLR(other, 0.5))
-    with pytest.raises(ModelError, match="lr was given beside an optimizer"):
+    with pytest.raises(ModelError, match="lr was given together with an optimizer"):
         flatout.Trainer(network(), optimizer=other, lr=0.1)
 
 

@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_keeps_its_batch(monkeypatch, tmp_path):
     _, first, _ = fit(Wide(), monkeypatch, 60_000_000, run=run)
     _, again, said = fit(Wide(), monkeypatch, 90_000_000, run=run, epochs=2, resume=True)
     assert again.batch_size == first.batch_size
-    assert any(f"batch {first.batch_size}, as was found before in" in line for line in said)
+    assert any(f"batch {first.batch_size}, the batch size saved in" in line for line in said)
     assert len(again.epochs) == 2
 
 

@@ -180,7 +180,9 @@ def test_a_worker_that_was_killed_is_started_again_and_taken_back(tmp_path, apar
     found, printed = run(tmp_path, 3, victims, restarts=1, apart=apart, **settings)
     assert "rank 2 (process" in printed
     assert "the others go on, and it starts again (1 times at most)" in printed
-    assert any("rank 2 is here again: all go on" in line for line in found[0][0]["said"])
+    assert any(
+        "rank 2 has joined again: all ranks continue" in line for line in found[0][0]["said"]
+    )
     assert [found[rank][0]["is_back"] for rank in range(3)] == [False, False, True]
     for first, again in found.values():
         assert [first["restarts"], first["world"], again["world"]] == [0, 3, 3]

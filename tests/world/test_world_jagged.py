@@ -125,5 +125,5 @@ def test_ranks_with_loaders_of_their_own(tmp_path):
         assert found["size of sampler"] == 16
         assert "all ranks have read the same batch" in found["same batches"]
         assert "DistributedSampler" in found["same batches"]
-        assert "unlike numbers of batches in an epoch" in found["unlike numbers"]
+        assert "different numbers of batches in an epoch" in found["unlike numbers"]
         assert "have no common order" in found["own predictions"]

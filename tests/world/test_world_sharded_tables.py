@@ -351,7 +351,7 @@ def test_what_ranks_cannot_do_with_parts_of_tables_is_said(tmp_path):
         for case in ("late", "reads"):
             assert "is read whole, or between steps" in found[case], case
         assert "is read whole, or between steps" in found["read later"]
-        assert "that is for world.strategy=ddp, not local_sgd" in found["local"]
+        assert "sharded tables need world.strategy=ddp, not local_sgd" in found["local"]
         assert "items has scale_grad_by_freq, which would count ids" in found["counted"]
         assert found["stopped alike"]
         assert found["own loop"]

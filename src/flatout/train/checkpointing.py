@@ -156,7 +156,7 @@ class Checkpointing:
             raise CheckpointError(
                 f"the run folder has checkpoints of an earlier fit, the newest is {name}",
                 where=self._folder,
-                do="go on from it with resume=True, choose another run folder, or delete this one",
+                do="continue it with resume=True, choose another run folder, or delete this one",
             )
         return self._load(name)
 

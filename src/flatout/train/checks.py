@@ -143,7 +143,7 @@ def loss_misfit(error: Exception, loss: Loss, output: object, batch: Batch) -> D
         return DataError(
             "the GPU stopped in the loss, most likely at a label that the model has no class for",
             where=f"batch: {describe(batch)}",
-            do="run it once with Recipe(world=World(device='cpu')), which names the sample",
+            do="run once with Recipe(world=World(device='cpu')): the error then names the sample",
         )
     try:
         check_targets(loss, output, batch)
@@ -196,11 +196,11 @@ def _misfit(error: Exception, model: nn.Module, batch: Batch) -> DataError:
 def _advice(error: Exception, model: nn.Module, batch: Batch) -> str:
     words = str(error)
     if "required positional argument" in words and "forward()" not in words:
-        return "a compute of a Loop is called with the batch alone: def compute(batch)"
+        return "a Loop calls its compute function with the batch only: def compute(batch)"
     if isinstance(batch.inputs, Mapping) and "keyword argument" in words:
         return (
-            f"a dict of inputs is passed by name: let forward take {', '.join(batch.inputs)}; "
-            "targets stand beside it, as (inputs, targets)"
+            "a dict of inputs is passed to forward by name: let forward take "
+            f"{', '.join(batch.inputs)}; give targets next to the dict, as (inputs, targets)"
         )
     return _SHAPES if _is_of_shapes(error) else _input_advice(model, batch.inputs)
 

@@ -30,14 +30,20 @@ def choose(asked: str, source: Source | None, device: torch.device, *, frozen: b
         return off("no GPU")
     arrays = _on_host(source)
     if arrays is None:
-        return off("the data are no arrays in the host's memory")
+        return off("the data are not arrays in the host's memory")
     if frozen:
         return off("features of frozen layers may be kept")
     most, taken = room(device), arrays.data.nbytes
     if asked == "auto" and taken > most:
         result = f"the data take {size_words(taken)}"
-        return off(f"{result}, and of this device at most {size_words(most)} is taken")
-    return Choice(value="on", reason=f"{size_words(taken)}, gathered there", parity=Parity.EXACT)
+        return off(
+            f"{result}, but at most {size_words(most)} of the device's memory is used for data"
+        )
+    return Choice(
+        value="on",
+        reason=f"{size_words(taken)}, batches are gathered on the device",
+        parity=Parity.EXACT,
+    )
 
 
 def room(device: torch.device) -> int:

@@ -210,7 +210,7 @@ def look_at_validation(
     job.reset()
     took = time.perf_counter() - began
     if took > _TOLD_FROM_S:
-        loop.say(f"looked at two batches of the validation in {took:.1f} s")
+        loop.say(f"checked two batches of the validation data in {took:.1f} s")
     return names
 
 

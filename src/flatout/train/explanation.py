@@ -125,8 +125,8 @@ class Explanation:
         for lane in self._all_lanes:
             if lane.took_s and lane.least_s > _CONTRADICTS * lane.took_s:
                 return (
-                    f"{lane.name} took {_ms(lane.took_s)}, and would take at least "
-                    f"{_ms(lane.least_s)} by the best rates that were measured here: other jobs "
+                    f"{lane.name} took {_ms(lane.took_s)}, less than the minimum of "
+                    f"{_ms(lane.least_s)} at the best rates that were measured here: other jobs "
                     "kept the machine busy while the rates were measured"
                 )
         return ""
@@ -233,12 +233,12 @@ class Explanation:
             yield from _wrapped(_captured(item), 2)
         if tuning["dropped"]:
             yield ""
-            yield "  not taken, and why"
+            yield "  not used, and the reason"
             for field, why in tuning["dropped"].items():
                 yield from _wrapped(f"{'all together' if field == 'together' else field}: {why}", 4)
         if tuning["spans"]:
             yield ""
-            yield "  what ran in which steps"
+            yield "  settings of the steps"
             yield from _spans(tuning["spans"])
 
     def _cost(self, tuning: Mapping[str, Any]) -> str:
@@ -294,17 +294,17 @@ class Explanation:
         if self.rates is None:
             yield from _wrapped(
                 "roofline: this run was on another machine, whose best rates were not measured; "
-                "explain it there"
+                "explain the run on that machine"
             )
             return
         where = counted(counts["threads"], "thread") if counts["device"] == "cpu" else "a GPU"
         yield from _wrapped(
-            f"roofline: what a step of {counted(counts['samples'], 'sample')} takes on {where}, "
-            "and at least takes at the best rates of this machine"
+            f"roofline: measured time of a step of {counted(counts['samples'], 'sample')} on "
+            f"{where}, and its minimum at the best rates of this machine"
         )
         if counts.get("step", 1) > 1:
             yield from _wrapped(
-                f"as of step {counts['step']:,}, where other layers began to train", 2
+                f"counted at step {counts['step']:,}, when other layers began to train", 2
             )
         if self.is_captured:
             kind = "compiled" if self.settings.get("compute.capture") == "on" else "CUDA"
@@ -318,8 +318,8 @@ class Explanation:
             return
         if (self.history.get("features") or {}).get("kept"):
             yield from _wrapped(
-                "the frozen layers are in what forward took, where their features were not kept "
-                "yet, and not in what it takes at least",
+                "the measured time of forward includes the frozen layers in steps that did not "
+                "have their kept features yet; the minimum does not include these layers",
                 2,
             )
         yield ""
@@ -370,7 +370,7 @@ def _trial(trial: Mapping[str, Any]) -> Iterator[str]:
     a, b = trial["a"], trial["b"]
     changed = {field: value for field, value in b.items() if a.get(field) != value}
     rest = {field: value for field, value in b.items() if field not in changed}
-    name = words_of(changed) + (f" (beside {words_of(rest)})" if rest else "")
+    name = words_of(changed) + (f" (with {words_of(rest)})" if rest else "")
     if trial.get("shape"):
         name += f" at {trial['shape']}"
     noise = f"±{trial['floor']:.1%}"
@@ -393,21 +393,28 @@ def _ratio(trial: Mapping[str, Any]) -> str:
 
 
 def _graph(found: Mapping[str, Any]) -> str:
-    words = f"the forward of {counted(found['samples'], 'sample')} as one graph: "
+    words = f"forward pass of {counted(found['samples'], 'sample')} as one compiled graph: "
     if found["chosen"] == "b":
         took = duration(found["compile_s"])
-        made = f"compiled in {took} beside it" if found["compile_s"] else "from the cache"
+        made = (
+            f"compiled in {took} while evaluation went on"
+            if found["compile_s"]
+            else "from the cache"
+        )
         words += f"{_ratio(found)} as fast, kept; {made}"
     else:
         words += f"not used: {found['why']}"
     if found["lost_s"]:
-        words += f"; tracing, and slower calls beside compiling, cost {duration(found['lost_s'])}"
+        words += (
+            "; tracing, and calls that were slower during compilation, cost "
+            f"{duration(found['lost_s'])}"
+        )
     return words
 
 
 def _captured(found: Mapping[str, Any]) -> str:
     cost = duration(found["cost_s"] + found["traced_s"])
-    beside = f"beside steps {found['first']:,}-{found['last']:,}, which cost {cost}"
+    beside = f"during steps {found['first']:,}-{found['last']:,}, which cost them {cost}"
     if not found["is_there"]:
         return (
             f"the whole step as one graph: given up after {duration(found['compile_s'])} {beside}"

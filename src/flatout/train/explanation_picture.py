@@ -55,7 +55,7 @@ def _draw_lanes(explanation: Explanation, axes: Axes) -> None:
     for place, lane in zip(places, lanes, strict=True):
         at = max(1e3 * lane.took_s, left[place])
         axes.annotate(f" {lane.share:.0%}", (at, place), va="center")
-    axes.set(title="a step against this machine's limit", xlabel="ms")
+    axes.set(title="measured time of a step and this machine's limit", xlabel="ms")
     axes.set_yticks(places, [lane.name for lane in lanes])
     axes.margins(x=0.15)
     axes.invert_yaxis()
@@ -68,6 +68,6 @@ def _draw_promised(explanation: Explanation, axes: Axes) -> None:
         names, [1e3 * seconds for _, seconds, _ in explanation.possible_savings], color="C0"
     )
     axes.bar_label(bars, [f"{gain:.2f}x" for _, _, gain in explanation.possible_savings], padding=3)
-    axes.set(title="a step at least, by settings", xlabel="ms")
+    axes.set(title="minimum time of a step, by settings", xlabel="ms")
     axes.margins(x=0.2)
     axes.invert_yaxis()

@@ -494,7 +494,7 @@ class Fit:
             if state.step // callback.every > before // callback.every:
                 self._guard(callback, "on_step", state)
         if self._max_steps is not None and state.step >= self._max_steps:
-            state.stop(f"{self._max_steps:,} steps were made, as max_steps asks")
+            state.stop(f"{self._max_steps:,} steps were made, the max_steps of this fit")
 
     def _end_section(self) -> bool:
         state, loop = self.state, self.loop
@@ -515,13 +515,15 @@ class Fit:
             if not loop.is_saved:
                 self._checkpoint()
             self.takes_back = True
-            loop.say(f"{self._who_is_back()}: all go on from {self._path}")
+            loop.say(f"{self._who_is_back()}: all ranks continue from {self._path}")
         return self.takes_back
 
     def _who_is_back(self) -> str:
         ranks = self.loop.stepper.strategy.dropped()
         who = ", ".join(map(str, ranks))
-        return f"rank {who} is here again" if len(ranks) == 1 else f"ranks {who} are here again"
+        return (
+            f"rank {who} has joined again" if len(ranks) == 1 else f"ranks {who} have joined again"
+        )
 
     def _are_others_back(self, every_s: float = 1.0) -> bool:
         if not self.may_take_back or not self.loop.world.is_first or self.loop.run is None:

@@ -23,16 +23,17 @@ def freezing_lines(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]
     """Yield lines about frozen BatchNorms that still update, and about missing parameters."""
     if norms := moving_norms(model):
         yield (
-            f"frozen BatchNorm goes on to move its statistics in training: {listed(norms)}; "
-            "flatout.freeze(model, layers=...) keeps it in evaluation"
+            f"frozen BatchNorm still updates its running statistics in training: {listed(norms)}; "
+            "flatout.freeze(model, layers=...) keeps it in evaluation mode"
         )
     if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
         return
     left_out = [optimizer_adapter(optimizer).parameters_left_out(model) for optimizer in optimizers]
     if missing := [name for name in left_out[0] if all(name in names for names in left_out)]:
         yield (
-            f"the optimizer misses parameters that require gradients: {listed(missing)}; they "
-            "stay as they are: give them to it, or freeze them with flatout.freeze"
+            "parameters require gradients, but the optimizer does not have them: "
+            f"{listed(missing)}; they are not trained: give them to the optimizer, or freeze them "
+            "with flatout.freeze"
         )
 
 
@@ -64,8 +65,8 @@ def gradients_watched(model: nn.Module, say: Callable[[str], None]) -> Iterator[
     off = called[False] - called[True]
     if off and (names := _whole(model, off, trained)):
         say(
-            f"called without gradients (torch.no_grad), so it does not train: {listed(names)}; "
-            f'flatout.freeze(model, layers=["{names[0]}"]) says so, and what it gives may be kept'
+            f"called without gradients (torch.no_grad), so not trained: {listed(names)}; freeze "
+            f'it with flatout.freeze(model, layers=["{names[0]}"]), and its outputs may be kept'
         )
 
 

@@ -93,8 +93,9 @@ def check_memory(
         raise DataError(
             f"the tables would not fit into memory: {'; '.join(words)}; growing takes "
             f"{size_words(wanted)} with the optimizer's state, and {size_words(free)} are free",
-            do="in the ids of the schema: admit = 2 leaves out ids seen once, most = N limits the "
-            'rows, vocabulary = "none" with buckets hashes ids to a fixed number of rows',
+            do="in the ids of the schema: admit = 2 leaves out ids that occur once, most = N "
+            'limits the rows, vocabulary = "none" with buckets hashes ids to a fixed number '
+            "of rows",
         )
 
 

@@ -249,7 +249,7 @@ class History:
         """
         if self.confusion is None:
             raise FlatoutError(
-                "no confusion was counted",
+                "no confusion matrix was recorded",
                 do='train with metrics=["confusion"] and validation_data',
             )
         return draw_confusion(self.confusion, self.classes, Path(path))

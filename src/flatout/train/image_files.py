@@ -22,8 +22,9 @@ def files_as_images(x: Any, signature: Signature | None) -> Any:
         raise DataError(
             f"found the path {os.fspath(listed[0])!r}, and the model does not know how a file "
             "becomes its input",
-            do="a Trainer learns that in fit on flatout.data.images without functions of your own, "
-            "and from the file that it saved then; else read and prepare the file as in training, "
-            "such as flatout.data.images(path, size=..., labels=False)",
+            do="a Trainer learns this in a fit on flatout.data.images without functions of your "
+            "own, and from the file that was saved after such a fit; else read and prepare "
+            "the file as in training, such as flatout.data.images(path, size=..., "
+            "labels=False)",
         )
     return images(list(listed), schema=schema)

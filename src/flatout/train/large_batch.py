@@ -39,7 +39,7 @@ def scale_rates(
     if rule is not None:
         if batch is None:
             raise ModelError(
-                "a learning-rate rule needs the size of a batch, which nothing here tells",
+                "a learning-rate rule needs the batch size, which is not known here",
                 do="give prepare both compute and data",
             )
         scale = rule.for_batch(batch, steps)
@@ -52,7 +52,10 @@ def scale_rates(
 
 def resumed_words(scale: LrScale, step: int) -> str:
     """Report that the rule continues after a resume."""
-    done = f"learning rate times {scale.at(step):.4g} goes on: {scale.rule.rule} rule for batch "
+    done = (
+        f"the learning rate stays multiplied by {scale.at(step):.4g}: {scale.rule.rule} rule for "
+        "batch "
+    )
     done += f"{scale.batch:,} instead of {scale.rule.reference_batch:,}"
     if step < scale.warm_up_steps:
         done += f", step {step:,} of {scale.warm_up_steps:,} of the warm-up"

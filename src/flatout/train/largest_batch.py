@@ -95,7 +95,7 @@ class LargestBatch:
     def words(self, optimizers: Any, rule: LrRule | None) -> str:
         """Describe the result and its effect on learning in one line."""
         if not self.tried:
-            return f"batch {self.batch_size:,}, as was found before {self.bound}"
+            return f"batch {self.batch_size:,}, the batch size saved {self.bound}"
         ours = f" = {self.ranks} x {self.batch_size // self.ranks:,}" if self.ranks > 1 else ""
         took = (
             f"{counted(len(self.tried), 'trial')}, {duration(sum(t.seconds for t in self.tried))}"
@@ -107,19 +107,19 @@ class LargestBatch:
         room = f"{size_words(self.limit)} of memory"
         above = min((t.samples for t in self.tried if t.why == MEMORY), default=0)
         if self.bound == MEMORY:
-            beyond = f", {above:,} do not" if above else ""
+            beyond = f", {above:,} samples do not fit" if above else ""
             each = " for each rank" if self.ranks > 1 else ""
             return f"the most that fits in {room}{each}{beyond}"
         if self.bound == "data":
             return "all of the data" + (" that ranks share evenly" if self.ranks > 1 else "")
         if self.bound == TIME:
             longest = max(t.seconds for t in self.tried if not t.why)
-            return f"a step took {duration(longest)}, and larger ones were not tried"
-        return f"a step on more fails: {self.bound}"
+            return f"a step took {duration(longest)}, and larger batches were not tried"
+        return f"a step on more samples fails: {self.bound}"
 
     def _rates(self, optimizers: Any, rule: LrRule | None) -> str:
         if self.batch_size == _REFERENCE:
-            return "as where no batch is named"
+            return "the default batch size"
         if rule is not None:
             return "changes what is learned: your learning-rate rule follows it"
         name = "sqrt" if any(map(is_adaptive, as_tuple(optimizers))) else "linear"
@@ -170,7 +170,7 @@ def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source
     world, samples = loop.world, source.samples
     if samples is None:
         raise DataError(
-            "batch_size='auto' wants to know how many samples there are, and these data do not say",
+            "batch_size='auto' needs the number of samples, which these data do not give",
             do="give the dataset a __len__, or say a batch size",
         )
     most = samples // world.size

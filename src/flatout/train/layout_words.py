@@ -22,7 +22,7 @@ def layout_words(loop: LoopState, batch_size: int | None) -> str:
         there, count, where = servers.apart(), asked.servers, ""
         if there is not None:
             count = there.size
-            where = " beside the ranks" if there.are_here else " on nodes of their own"
+            where = " on the nodes of the ranks" if there.are_here else " on nodes of their own"
         words += f" (servers: {count}{where}, staleness: {asked.staleness})"
         if asked.spare_workers:
             words += f", waiting for {counted(ranks - asked.spare_workers, 'rank')} in each step"

@@ -175,7 +175,7 @@ class Loop(LoopState):
         if self.identity.trainer is not None:
             self._keep_features(model)
         elif self.asked.recipe.input.features in ("memory", "disk"):
-            self.say("features: a Loop keeps none, a Trainer does")
+            self.say("features: a Loop keeps no features of frozen layers, only a Trainer does")
         self._attach_own_parts()
         capture_steps(self, compute, None if self.tuner is None else self.tuner.search)
         if not self.takes_whole_batches:

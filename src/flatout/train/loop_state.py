@@ -136,7 +136,8 @@ class LoopState:
             self.say = lambda line: None
         if world.shares_gpus:
             self.say(
-                "ranks share a GPU, which NCCL refuses: they add up through gloo, by way of the CPU"
+                "ranks share a GPU, which NCCL does not support: they add up gradients by "
+                "gloo on the CPU"
             )
         if world.device == "cpu":
             share_cpus(world, self.asked.recipe.process)
@@ -383,5 +384,7 @@ def _for_here(recipe: Recipe | ResolvedRecipe | None, words: list[str]) -> Recip
     same, differences = recipe.on_this_machine(fingerprint().as_dict())
     if same:
         return recipe.request()
-    words.append(f"the Recipe is from another machine ({'; '.join(differences)}): decided again")
+    words.append(
+        f"the Recipe is from another machine ({'; '.join(differences)}): settings are decided again"
+    )
     return recipe.for_other_machine()

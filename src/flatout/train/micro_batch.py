@@ -84,8 +84,9 @@ def check_not_jagged(batch: Batch, pieces: int, micro_batch: str | int) -> None:
     """Refuse a requested split of a batch whose inputs have no row for each sample."""
     if batch.is_jagged and pieces > 1:
         raise DataError(
-            f"micro_batch={micro_batch!r} wants a batch of {batch.size:,} samples cut, and its "
-            "inputs have no row for each sample (flat ids with offsets, packed sequences, graphs)",
+            f"micro_batch={micro_batch!r} requires splitting a batch of {batch.size:,} samples, "
+            "but its inputs have no row for each sample (flat ids with offsets, packed "
+            "sequences, graphs)",
             do="let the loader make smaller batches, with accumulate=N for the same step, and "
             "leave memory.micro_batch=auto",
         )
@@ -105,8 +106,8 @@ def jagged_out_of_memory(size: int, when: str, on_rank: str) -> OutOfMemory:
 def not_split_alone(what: str, size: int, when: str, on_rank: str, *, staged: bool) -> OutOfMemory:
     """Return the error for memory that ran out on a rank that other ranks wait for in a step."""
     return OutOfMemory(
-        f"memory ran out{on_rank}, and {what} may meet other ranks' within a step, so that none "
-        "can take its part again",
+        f"memory ran out{on_rank}; {what} may wait for other ranks within a step, so that a rank "
+        "cannot repeat its part of the step",
         where=f"{when}, batch of {size}",
         do="set a larger world.micro_batches, lower batch_size, or take more ranks"
         if staged

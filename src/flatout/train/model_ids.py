@@ -179,7 +179,7 @@ def with_ids(source: Source, ids: ModelIds | None) -> Source:
             raise DataError(
                 f"the schema states ids of column {source.id_columns[0].name!r}, and the model has "
                 "learned none yet",
-                do="train it, or load it with the file of ids beside it",
+                do="train it, or load it with its file of ids in the same folder",
             )
         return source if ids is None else source.with_ids(ids.maps)
     if ids is not None:
@@ -236,7 +236,7 @@ def _check_alike(one: Column, other: Column) -> None:
     if by_place or one.ids != other.ids:
         raise DataError(
             f"one table of the model is read by columns {one.name!r} and {other.name!r}, so that "
-            "they have the same rows, and the schema states other ids for each",
+            "both need the same ids, but the schema states different ids",
             do="state the same ids for both, without places and by_place, or give each a table",
         )
 

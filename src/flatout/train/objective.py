@@ -453,7 +453,7 @@ def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.o
     if isinstance(optimizer, torch.optim.Optimizer):
         if lr is not None:
             raise ModelError(
-                "lr was given beside an optimizer that has its own",
+                "lr was given together with an optimizer that has its own learning rate",
                 do="pass the optimizer's class, or set lr where the optimizer is made",
             )
         return _checked(optimizer, model)
@@ -480,7 +480,7 @@ def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.o
 def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
-            "LBFGS evaluates the loss several times in one step, which no step here does",
+            "LBFGS evaluates the loss several times in one step, which Flatout does not support",
             do="choose another optimizer, or train with a loop of plain PyTorch",
         )
     own = {id(p) for p in model.parameters()}

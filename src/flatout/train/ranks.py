@@ -117,10 +117,11 @@ def _check_same_steps(values: list[tuple[Any, ...]]) -> None:
     for rank, theirs in enumerate(values):
         if theirs[2] != values[0][2]:
             raise WorldError(
-                f"ranks 0 and {rank} have unlike numbers of batches in an epoch, and each step "
-                "takes one of each",
+                f"ranks 0 and {rank} have different numbers of batches in an epoch, and each step "
+                "takes one batch of each rank",
                 where=f"rank 0: {_words(values[0])}\n  rank {rank}: {_words(theirs)}",
-                do="give each as many, as torch.utils.data.DistributedSampler does",
+                do="give each rank the same number of batches, as "
+                "torch.utils.data.DistributedSampler does",
             )
 
 
@@ -172,8 +173,8 @@ def part_of(
     """
     if whole and differs_by_rank(source):
         raise DataError(
-            "with world.strategy=staged every rank reads the same batches, and these data have "
-            "other rows for each rank",
+            "with world.strategy=staged every rank reads the same batches, but these data have "
+            "different rows for each rank",
             do="leave shard out and read files, or train with world.strategy=ddp or fsdp",
         )
     own = _own_pipe(source, world)

@@ -49,7 +49,10 @@ class RunFiles:
         if loop.run is not None and loop.checkpointing.restore_folder():
             assert loop.resolved is not None
             dump(loop.resolved, Path(loop.run) / "recipe.toml")
-            note = f"{loop.run} was removed while this job runs: made again, with what follows"
+            note = (
+                f"{loop.run} was removed while this job runs: the folder is created again, with "
+                "the files written from now on"
+            )
             history.notes.append(note)
             loop.say(note)
 

@@ -38,13 +38,13 @@ def sample_dropout(
         return None, facts
     if recipe.compute.compile == "on":
         raise RecipeError(
-            "compute.dropout = by_sample does not reach into what compute.compile = on compiles",
+            "compute.dropout = by_sample has no effect in code that compute.compile = on compiles",
             do="set one of the two only",
         )
     if first and first[0].is_jagged:
         raise DataError(
-            "compute.dropout = by_sample keys what is dropped by the row of a sample, and the "
-            "inputs of these batches have no row for each sample",
+            "compute.dropout = by_sample needs a sample's row in the batch, but the inputs of "
+            "these batches have no row for each sample",
             do="leave compute.dropout out",
         )
     keyed = SampleDropout(model, seed)
@@ -70,8 +70,8 @@ def sample_dropout(
         keyed.layouts = {site: Layout(*layout) for site, layout in layouts.items()}
     if others:
         say(
-            f"{others[0]} draws random numbers that are not keyed by sample: "
-            "they are each rank's own, and others in micro-batches"
+            f"{others[0]} draws random numbers independently of the sample: they differ between "
+            "ranks, and in micro-batches"
         )
     draws = facts.draws_random or keyed.has_calls
     return keyed, replace(facts, draws_random=draws, draws_by_sample=not others)
@@ -105,7 +105,7 @@ class DropoutBySample(Part):
         """
         if not self._stepper.is_alone and not all(batch.whole for batch in step.batches):
             raise DataError(
-                "dropout by sample needs the places of these samples in the batch of all ranks",
+                "dropout by sample needs the position of these samples in the batch of all ranks",
                 do="let Flatout hand out each rank's part of a batch (no shard by files or rows); "
                 "give a Batch of your own its `start` and `whole`",
             )

@@ -34,8 +34,8 @@ def shards_of(loop: LoopState, resolved: ResolvedRecipe) -> RowShards | None:
     why = _why_not(loop, resolved)
     if why:
         raise ModelError(
-            f"world.tables=sharded was asked for, and {why}",
-            do="train with world.tables=replicated, or change that",
+            f"world.tables=sharded is not possible: {why}",
+            do="train with world.tables=replicated, or remove this obstacle",
         )
     return RowShards(loop.world)
 
@@ -44,7 +44,7 @@ def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
     if resolved.world.strategy == "fsdp":
         return "world.strategy=fsdp gives each rank a part of every weight already"
     if resolved.world.strategy != "ddp":
-        return f"that is for world.strategy=ddp, not {resolved.world.strategy}"
+        return f"sharded tables need world.strategy=ddp, not {resolved.world.strategy}"
     if loop.device.type != "cpu":
         return f"tables are stepped by rows on CPUs, and this rank computes on {loop.device}"
     if resolved.compute.touched_rows != "on":

@@ -98,7 +98,7 @@ class Signature:
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"what the file says of the model's data cannot be read: {error}", where=where
+                f"the file's description of the model's data cannot be read: {error}", where=where
             ) from error
 
 
@@ -112,9 +112,9 @@ def _check_ids(expected: str | None, ids: ModelIds | None, where: str | None) ->
         return
     if ids is None:
         raise CheckpointError(
-            "the model has a map of ids, which is not there",
+            "the model needs its map of ids, which was not found",
             where=where,
-            do="keep the file that ends in .ids.safetensors beside the model's",
+            do="keep the file that ends in .ids.safetensors in the folder of the model's file",
         )
     raise CheckpointError(
         f"the map of ids is of another model: {ids.digest}, expected {expected}",
@@ -191,7 +191,7 @@ def trained(source: Source, signature: Signature) -> Source:
         if isinstance(source, Pipeline) and set(source.classes or ()) - set(
             signature.classes or ()
         ):
-            do = "set trainer.classes = None, and these data name the classes from now on"
+            do = "set trainer.classes = None, so that these data name the classes from now on"
             raise DataError(error.what, where=error.where, do=do) from None
         raise
 
@@ -247,8 +247,8 @@ def check_bytes(source: Source, signature: Signature, takes_bytes: Callable[[Bat
         raise DataError(
             "the images are uint8, and the model was trained on other inputs",
             where=source.describe(),
-            do="write the functions after them that the training data had, or .normalize(mean, "
-            "std) where these scaled them",
+            do="add the functions that followed the images in the training data, or "
+            ".normalize(mean, std) if those functions only scaled the images",
         )
 
 

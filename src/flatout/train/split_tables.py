@@ -23,8 +23,8 @@ def check_split(loop: LoopState, resolved: ResolvedRecipe) -> None:
     """Raise if lower halves are requested and a bfloat16 table cannot be stepped with them."""
     if splits_tables(resolved) and (why := _why_not(loop, resolved)):
         raise ModelError(
-            f"compute.bf16_tables=split was asked for, and {why}",
-            do="leave it out, which rounds each step to bfloat16, or change that",
+            f"compute.bf16_tables=split is not possible: {why}",
+            do="leave it out, so that each step rounds to bfloat16, or remove this obstacle",
         )
 
 

@@ -68,7 +68,8 @@ def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, 
     local = max(1, round(source.batch_size / loop.world.size))
     sizes = list(dict.fromkeys(max(1, local // part) for part in _PARTS))
     loop.say(
-        f"measuring steps on {', '.join(map(str, sizes))} samples: weights and random numbers stay"
+        f"measuring steps on {', '.join(map(str, sizes))} samples: weights and random "
+        "numbers are not changed"
     )
     result, why = steps.by_size(sizes)
     times = [StepTimes(size, seconds) for size, seconds in zip(sizes, result, strict=True)]
@@ -76,7 +77,7 @@ def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, 
     beside: list[RanksOnHost] = []
     if loop.world.size == 1 and loop.device.type == "cpu" and not why:
         beside, why = steps.beside(local, median(times[0].seconds))
-        words += [f"ranks beside each other are not measured: {why}"] if why else []
+        words += [f"several ranks on this host are not measured: {why}"] if why else []
     loop.world.wait("times of steps")
     return times, beside, words
 
@@ -84,10 +85,12 @@ def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, 
 def why_not(loop: Loop) -> str:
     """Return the reason why steps cannot be measured after a fit; "" without one."""
     if loop.lays_out or loop.has_servers or loop.stepper.switch.shards is not None:
-        return "a rank has a part of the model alone"
+        return "each rank has only a part of the model"
     kept = None if loop.feed.features is None else loop.feed.features.facts
     if kept is not None and kept["where"]:
-        return "what frozen layers give is kept, so that steps take other times than these"
+        return (
+            "features of frozen layers are kept, so that steps take other times than without them"
+        )
     return ""
 
 

@@ -638,8 +638,10 @@ class Trainer:
         """
         if self._fit is None and self.devices > 1:
             raise CheckpointError(
-                "the ranks that have trained are gone, and with them what a checkpoint holds",
-                do="give the Trainer a run folder: they write checkpoints while they train",
+                "the ranks that trained have ended, and their state, which a checkpoint "
+                "needs, is lost",
+                do="give the Trainer a run folder, so that the ranks write checkpoints while "
+                "they train",
             )
         if self._fit is None:
             raise CheckpointError("there is nothing to save before the first fit")

@@ -47,7 +47,7 @@ def _of_pipeline(source: Pipeline, explanation: Explanation, epochs: int) -> tup
     slowest = max(explanation.stages, key=explanation.stages.__getitem__, default="")
     before = takewhile(lambda stage: not isinstance(stage, stages.Batch), source.stages)
     if slowest in {f"map {name_of(stage.function)}" for stage in before if isinstance(stage, Map)}:
-        advice = "it runs once a sample: one that takes whole batches can come after batch()"
+        advice = "it runs once per sample: a function for whole batches can come after batch()"
         return advice, slowest
     cached = only(source.stages, Cache) is not None
     is_read = slowest and not slowest.startswith(("map ", "filter ", "batch", "shuffle"))

@@ -80,7 +80,7 @@ class TrainJobStatus(Callback):
             _post({"trainerStatus": self._status(state, percent)})
         except (OSError, ValueError, KeyError) as error:
             if not self._has_failed:
-                say(f"Kubeflow is not told how far training is, which goes on: {error}")
+                say(f"progress cannot be reported to Kubeflow, training goes on: {error}")
             self._has_failed = True
 
     def _status(self, state: FitState, percent: int | None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Unfreeze(Callback):
         """Unfreeze at once if a resume continues after the layers' epoch."""
         if self.epoch > state.epochs:
             state.trainer.loop.say(
-                f"Unfreeze(epoch={self.epoch}) never comes: the last epoch is {state.epochs}"
+                f"Unfreeze(epoch={self.epoch}) never takes effect: the last epoch is {state.epochs}"
             )
         self._begin_if_due(state)
 
@@ -94,7 +94,8 @@ class Unfreeze(Callback):
         loop.note(f"epoch {state.epoch + 1}: {count_words(count)} more parameters train{rate}")
         if norms := [] if self.batch_norm else moving_within(model, self.layers):
             loop.note(
-                f"epoch {state.epoch + 1}: of these layers BatchNorm {listed(norms)} stays frozen, "
-                "and goes on to move its statistics, as it did: Unfreeze(..., batch_norm=True) "
-                "lets it train, flatout.freeze(model, layers=...) keeps it in evaluation"
+                f"epoch {state.epoch + 1}: BatchNorm {listed(norms)} of these layers stays frozen "
+                "but still updates its running statistics, as before: Unfreeze(..., "
+                "batch_norm=True) lets it train, flatout.freeze(model, layers=...) keeps it in "
+                "evaluation mode"
             )

@@ -208,9 +208,12 @@ class Program:
         self._places = places = places_of(model, update)
         self._held = places.tensors()
         if shapes_of(self._held) != self._graph.inputs[: len(self._held)]:
-            raise Unfit("weights or the optimizer's state lie otherwise than before")
+            raise Unfit(
+                "the weights or the optimizer's state have other shapes, strides or types than "
+                "before"
+            )
         if places.alike() != self._graph.alike:
-            raise Unfit("parameters have made other numbers of steps than before")
+            raise Unfit("the parameters have another number of steps than before")
         self._part, self._optimizer = update.parts[0], update.parts[0].optimizer
         self._state, self._groups = self._optimizer.state, self._optimizer.param_groups
         self._states = len(self._state)
@@ -529,15 +532,15 @@ class Capture:
         if self._graphs >= _MOST_GRAPHS:
             return "settings or the model change again and again"
         if stepper.switch.device.type != "cpu" or not stepper.is_alone:
-            return "that is for one rank on a CPU"
+            return "capturing needs a single rank on a CPU"
         if not isinstance(compute, ModelCompute):
-            return "that is for a Trainer's loss of one output"
+            return "capturing needs a Trainer's loss of one output"
         if compute.hindrance:
             return compute.hindrance
         if len(batches) > 1 or stepper.pieces > 1 or isinstance(stepper.micro_batch, int):
             return "a step is made of several batches or micro-batches"
         if batches[0].kept is not None or batches[0].padding:
-            return "samples come from what frozen layers gave, or fill a batch up"
+            return "the batch holds kept features of frozen layers, or samples that fill it up"
         if batches[0].is_jagged:
             return NO_ROWS
         if stepper.chain.acts_within or stepper.scaler is not None:

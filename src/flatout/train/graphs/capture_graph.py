@@ -136,14 +136,14 @@ def places_of(model: nn.Module, update: Update) -> Places:
     kind = kind_of(update.parts[0].optimizer) if len(update.parts) == 1 else None
     if kind is None:
         kinds = " and ".join(type(part.optimizer).__name__ for part in update.parts)
-        raise Unfit(f"the update of {kinds} is not known; those of SGD, Adam and AdamW are")
+        raise Unfit(f"the update of {kinds} cannot be captured; those of SGD, Adam and AdamW can")
     optimizer = update.parts[0].optimizer
     if update.parts[0].hooked():
         raise Unfit(f"{type(optimizer).__name__} has hooks, or its own step")
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     wanted = {p for p in names if p.requires_grad}
     if not wanted <= set(update.parameters) <= set(names) or update.flag is None:
-        raise Unfit("the optimizer's parameters are not those of the model that train")
+        raise Unfit("the optimizer's parameters are not the trained parameters of the model")
     if {p.dtype for p in wanted} - {torch.float32, torch.float64} or update.flag.is_cuda:
         raise Unfit("parameters are not in float32 on the CPU")
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in wanted):

@@ -140,14 +140,14 @@ class CudaGraphs:
         """Return the reason why a graph cannot make this step; "" if none is known."""
         stepper, now = self._stepper, self._stepper.switch.now
         if stepper.switch.device.type != "cuda" or not stepper.is_alone:
-            return "that is for one rank on a CUDA device"
+            return "a CUDA graph needs a single rank on a CUDA device"
         of_step = computed(compute, stepper.switch.model)
         if of_step is None:
-            return "that is for a Trainer's loss of one output, or a function of a Loop"
+            return "a CUDA graph needs a Trainer's loss of one output, or a function of a Loop"
         if len(batches) > 1 or stepper.pieces > 1 or isinstance(stepper.micro_batch, int):
             return "a step is made of several batches or micro-batches"
         if any(batch.kept is not None or batch.padding for batch in batches):
-            return "samples come from what frozen layers gave, or fill a batch up"
+            return "the batch holds kept features of frozen layers, or samples that fill it up"
         if any(batch.is_jagged for batch in batches):
             return NO_ROWS
         if stepper.chain.acts_within or stepper.scaler is not None:
@@ -168,7 +168,7 @@ class CudaGraphs:
         except _FAILURES as error:
             why = self._whys[self._stepper.switch.now] = first_line(error)
             if self._is_asked and list(self._whys.values()).count(why) == 1:
-                self._note(f"compute.cuda_graph: steps run without: {why}")
+                self._note(f"compute.cuda_graph: steps run without a graph: {why}")
 
     def close(self) -> None:
         """Release the graphs and their memory."""
@@ -221,7 +221,7 @@ def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | Functi
     check_containers(model)
     own = {p for p in model.parameters() if p.requires_grad}
     if not own <= set(parameters):
-        raise Unfit("the optimizer's parameters are not those of the model that train")
+        raise Unfit("the optimizer's parameters are not the trained parameters of the model")
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in own):
         raise Unfit("a parameter has hooks")
     if (loss := compute.own) is None:
@@ -230,7 +230,7 @@ def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | Functi
         of_loss = FunctionWatch(loss)
     except ValueError as error:
         name = getattr(loss, "__name__", type(loss).__name__)
-        raise Unfit(f"of the function {name}: {error}") from error
+        raise Unfit(f"function {name}: {error}") from error
     return [ModuleWatch([*compute.modules, *of_loss.modules]), of_loss]
 
 

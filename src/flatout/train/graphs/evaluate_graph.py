@@ -268,7 +268,8 @@ class _Form:
             self._is_due = self._owner.is_asked or left_s >= _LEAST_S
             if not self._is_due:
                 self._waits = (
-                    f"about {duration(left_s)} of forward are left, too little to repay it"
+                    f"about {duration(left_s)} of forward passes are left, too short to "
+                    "repay compiling"
                 )
         return output
 
@@ -282,7 +283,7 @@ class _Form:
         kernels = times.kernels_s / max(1e-9, self._owner.clock() - began)
         with self._giving_up():
             if not before.hold():
-                raise Unfit("its forward changes an attribute of a module")
+                raise Unfit("forward changes an attribute of a module")
             if self._made is None:
                 self._trace(leaves, before)
             self._get(kernels)
@@ -306,7 +307,7 @@ class _Form:
         known = self._made.answer()
         if known is not None and known["chosen"] == "a":
             self._result = known
-            raise Unfit(f"an earlier run measured it {known['ratio']:.2f}x as fast")
+            raise Unfit(f"an earlier run measured the compiled graph {known['ratio']:.2f}x as fast")
         if (package := kept_package(self._made.digest)) is not None:
             self._result = known or {}
             self._load(package)
@@ -327,8 +328,8 @@ class _Form:
         if saved_s >= _REPAID * slowed * _COMPILE_S:
             return ""
         return (
-            f"about {duration(left_s)} of forward are left, of which {kernels:.0%} are kernels "
-            "that it would call too: too little to repay compiling"
+            f"about {duration(left_s)} of forward passes are left, {kernels:.0%} of that in "
+            "kernels that a compiled graph would call too: too short to repay compiling"
         )
 
     def _wait(self, took: float) -> None:
@@ -345,7 +346,9 @@ class _Form:
                 self._owner.lend()
                 self._load(path)
             elif self._spells.cost_s > self._may_lose_s and not self._owner.is_asked:
-                raise Unfit(f"compiling beside it cost {duration(self._spells.cost_s)}: too much")
+                raise Unfit(
+                    f"compiling cost the evaluation {duration(self._spells.cost_s)}: too much"
+                )
             elif is_over:
                 self._spells.is_alone = not self._spells.is_alone
                 self._compiling.hold(self._spells.is_alone)
@@ -400,10 +403,10 @@ class _Form:
             self._made.keep(self._result)
         if not result.wins:
             remove_package(self._made.digest)
-            self._give_up(f"measured {result.words} as fast")
+            self._give_up(f"the compiled graph was measured {result.words} as fast")
             return
         how = (
-            f"compiled in {duration(self._compile_s)} beside it"
+            f"compiled in {duration(self._compile_s)} while evaluation went on"
             if self._compile_s
             else "from the cache"
         )
@@ -466,7 +469,9 @@ class _Form:
             "compile_s": self._compile_s,
             "lost_s": self._traced_s + max(0.0, self._spells.cost_s),
             "is_open": not is_used and not self.why,
-            "why": "" if is_used else self.why or self._waits or "it was not there in time",
+            "why": ""
+            if is_used
+            else self.why or self._waits or "it was not compiled before the evaluation ended",
             **self._result,
             "chosen": "b" if is_used else "a",
         }
@@ -506,7 +511,7 @@ class _TracedForward:
     def compiled(self, *, behind: bool) -> Compiling:
         size = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in self.graph.inputs)
         if size > _SHARE * available_bytes():
-            raise Unfit("the weights once more would take too much of the free memory")
+            raise Unfit("a second copy of the weights would take too much of the free memory")
         return Compiling(self.graph, self.digest, BEHIND if behind else BESIDE)
 
 
@@ -521,7 +526,7 @@ class _Program:
         """Collect the model's weights and buffers, and check their shapes."""
         self._held = list(held_by(self._model).values())
         if shapes_of(self._held) != self._graph.inputs[: len(self._held)]:
-            raise Unfit("weights lie otherwise than before")
+            raise Unfit("the weights have other shapes, strides or types than before")
 
     def __call__(self, leaves: list[Any]) -> Any:
         tensors: Tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

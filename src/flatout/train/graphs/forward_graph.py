@@ -55,11 +55,11 @@ def trace_forward(model: nn.Module, leaves: list[Any], spec: Any) -> Graph:
         with Bounded() as bounded:
             output = torch.func.functional_call(model, tensors, args, kwargs)
         if [tensor._version for tensor in flat] != before:
-            raise Unfit("its forward changes a weight, a buffer or its input")
+            raise Unfit("forward changes a weight, a buffer or its input")
         behind, made = tree_flatten(output)
         odd = [part for part in behind if not isinstance(part, (torch.Tensor, *PLAIN_TYPES))]
         if odd:
-            raise Unfit(f"its forward returns a {type(odd[0]).__name__}")
+            raise Unfit(f"forward returns a {type(odd[0]).__name__}")
         template[:] = [[... if torch.is_tensor(part) else part for part in behind], made]
         strays[:] = bounded.strays
         result = [torch.stack(strays).any()] if strays else []

@@ -53,7 +53,9 @@ class FunctionWatch:
         elif isinstance(value, FunctionType):
             self._look_into(value)
         else:
-            raise ValueError(f"it reads {name}, a {type(value).__name__}, which may change unseen")
+            raise ValueError(
+                f"it reads {name}, a {type(value).__name__}, whose changes cannot be detected"
+            )
 
     def _look_into(self, function: FunctionType) -> None:
         if written := _written(function.__code__):

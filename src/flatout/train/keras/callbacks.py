@@ -125,8 +125,9 @@ class KerasCallbacks(Callback):
         begins = self._world.gather(state.trainer.loop.epoch)
         if len(set(begins)) > 1:
             raise WorldError(
-                f"callbacks let the ranks begin at epochs {begins}",
-                do="keep what BackupAndRestore writes on a path that all nodes share",
+                "after the callbacks' on_train_begin, the ranks would begin at different "
+                f"epochs: {begins}",
+                do="write the files of BackupAndRestore to a path that all nodes share",
             )
         check_replicas(self._model, self._world, "after the callbacks' on_train_begin")
 

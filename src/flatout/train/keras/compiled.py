@@ -151,8 +151,8 @@ class CompiledObjective(Objective):
         """Return whether `fit` makes the batches, because the data come as samples."""
         if own := own_method(self.model, "fit"):
             raise ModelError(
-                f"{type(self.model).__name__} has its own {own}, which runs as written: no "
-                "batch can be tried with it",
+                f"{type(self.model).__name__} has its own {own}, which runs as written: no batch "
+                "size can be tried with it",
                 do="say a batch size",
             )
         is_ours = not x.in_batches if isinstance(x, Pipeline) else isinstance(x, Arrays)
@@ -203,7 +203,7 @@ class CompiledObjective(Objective):
             return given
         if not hasattr(y, "shape"):
             raise DataError(
-                "class_weight='balanced' counts targets that are one array, and found "
+                "class_weight='balanced' needs targets in one array, found "
                 f"{'none' if y is None else f'a {type(y).__name__}'}",
                 do="pass the weights, as class_weight={0: 1.0, 1: 5.0}; or x and y as arrays, or a "
                 "pipeline of flatout.data",
@@ -270,7 +270,7 @@ class CompiledObjective(Objective):
         if loop.asked.lr_rule is not None:
             raise ModelError(
                 f"{type(self.model).__name__} has its own {own}, which steps the optimizer "
-                "itself, so no lr_rule can be followed",
+                "itself, so an lr_rule has no effect",
                 do="set the learning rate in model.compile(...)",
             )
         self._check_is_keras_data(own, data.x, data.validation_data)

@@ -89,8 +89,8 @@ def _fit_there(trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str,
     strategy = trainer.loop.asked.recipe.world.strategy
     if strategy in ("fsdp", "staged"):
         raise WorldError(
-            f"with world.strategy={strategy} each rank has a part of the optimizer's state, and of "
-            "ranks that a notebook has started only one's would come back",
+            f"with world.strategy={strategy} each rank has a part of the optimizer's state, and a "
+            "notebook gets back the part of one rank only",
             do="put the training into a script and start it with flatout run --devices "
             f"{trainer.devices}, or take world.strategy=ddp",
         )

@@ -147,7 +147,9 @@ def _dumps_or_say(callback: Any, trainer: FittingTrainer) -> bytes | None:
     except Exception as error:
         name = type(callback)
         if not name.__module__.startswith("flatout."):
-            trainer.loop.say(f"what {name.__qualname__} holds stays with the ranks: {error}")
+            trainer.loop.say(
+                f"the attributes of {name.__qualname__} stay in the rank processes: {error}"
+            )
         return None
 
 

@@ -35,7 +35,8 @@ def check_same_job(
     then = state.get("job")
     if then is None:
         raise CheckpointError(
-            "the checkpoint does not tell what its job was: an earlier version wrote it",
+            "the checkpoint has no description of its job, since an earlier version of "
+            "Flatout wrote it",
             where=loaded.name,
             do="resume with that version, or begin a new run with warm_start",
         )
@@ -54,10 +55,10 @@ def check_same_job(
     refused += changes.refused
     if refused:
         raise CheckpointError(
-            "this is another job than the checkpoint's; what differs:\n"
+            "this job differs from the job of the checkpoint:\n"
             + "\n".join(map(in_words, refused)),
             where=loaded.name,
-            do=f"resume with what it was then, {_OTHERWISE}",
+            do=f"resume with the earlier job, {_OTHERWISE}",
         )
     changes.taken[:0] = taken
     return changes

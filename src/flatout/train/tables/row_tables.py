@@ -127,7 +127,7 @@ class Tables:
             if kinds:
                 parts.append(f"touched rows only, dense {' and '.join(kinds)}'s result (rounding)")
             if any(item.dtype is torch.bfloat16 for own_ in self.by_rows.values() for item in own_):
-                parts.append("bf16 with lower halves beside them")
+                parts.append("bf16, with the lower halves in separate tensors")
             if own:
                 parts.append(f"touched rows only, as {' and '.join(map(name_of, own))} does")
         if self.layout:

@@ -153,8 +153,8 @@ def device_asserts_explained(model: nn.Module) -> Iterator[None]:
             "a kernel on the GPU found an index that is outside of its tensor: an id that an "
             "embedding table has no row for, or a label that is no class",
             where=f"the embedding tables are {', '.join(names)}" if names else None,
-            do="run it again with world.device=cpu, where the first such sample is named; this "
-            "process can use the GPU no more",
+            do="run it again with world.device=cpu, where the error names the first such sample; "
+            "this process cannot use the GPU any more",
         ) from error
 
 

@@ -71,8 +71,8 @@ _FEWEST_LONG = 16
 _RATES_S, _RATES_SHARE = 3.0, 0.01
 # Reasons to try nothing. _KEPT_FIRST: features are kept from the start. _TOO_SLOW: the check of a
 # few samples would take too long.
-_KEPT_FIRST = "what frozen layers give is kept from the start, and no settings are tried before"
-_TOO_SLOW = "a few samples take too long to look at other settings before the first step"
+_KEPT_FIRST = "features of frozen layers are kept from the start, and no settings are tried before"
+_TOO_SLOW = "a step on a few samples takes too long to try other settings before the first step"
 COMPILE, GRAPH = "compute.compile", "compute.cuda_graph"
 BENCHMARK = "compute.cudnn_benchmark"
 # Approximate seconds that cuDNN takes to try algorithms for a convolution and its backward.
@@ -470,7 +470,7 @@ def settle(
     if search.by_length is not None:
         line += f"; {search.by_length.words(search.plain)}"
     if ended:
-        line = f"{line}; {ended} before all was tried" if search.trials else ""
+        line = f"{line}; {ended} before all settings were tried" if search.trials else ""
     if pending or (ended and not suffices) or search.measured_nothing:
         return resolved, line
     if search.disturbed or search.stays:
@@ -487,7 +487,7 @@ def captured_line(search: Search, beside: BackgroundCompile) -> str:
         return ""
     return (
         f"auto: captured step: {trial.words} faster than without; compiled in "
-        f"{duration(beside.seconds)} beside the steps, which cost them "
+        f"{duration(beside.seconds)} during the steps, which cost them "
         f"{duration(max(0.0, beside.cost_s) + beside.traced_s)}; result: rounding"
     )
 

@@ -44,9 +44,12 @@ def _unfit(search: Search) -> str:
     if step_s is None or search.few_s is None:
         return "steps were not measured"
     if step_s > _SHORT_S:
-        return f"steps take {duration(step_s)}, and calls are little of that"
+        return f"steps take {duration(step_s)}, and calling operators is a small part of that"
     if search.few_s < search.budget.terms.calls * step_s:
-        return f"calls are little of a step: a few samples take {search.few_s / step_s:.0%} of it"
+        return (
+            "calling operators is a small part of a step: a step on a few samples takes "
+            f"{search.few_s / step_s:.0%} of the time"
+        )
     return ""
 
 
@@ -131,7 +134,7 @@ class BackgroundCompile:
         if self._capture.compiling is None:
             return
         if self.cost_s > self._search.budget.left_s:
-            self.drop(f"compiling beside the run cost its steps {duration(self.cost_s)}: too much")
+            self.drop(f"compiling during the run cost its steps {duration(self.cost_s)}: too much")
             return
         self._spells.is_alone = not self._spells.is_alone
         self._capture.hold(self._spells.is_alone)

@@ -50,7 +50,7 @@ _ENOUGH = 2
 _LONGEST_S = 3600.0
 # Seconds to wait for a child's trial; the trial of a slower child has no effect.
 _PATIENCE_S = 120.0
-_FORGET = "so it is not tried; `flatout clean` forgets that"
+_FORGET = "so it is not tried; `flatout clean` removes this record"
 
 At = Literal["look", "switch", "step"]
 """Stage of a trial: a check on a few samples, the switch of the model, or the first real step."""

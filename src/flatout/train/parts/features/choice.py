@@ -177,4 +177,6 @@ def agreed_cuts(
     cuts = list({cut.name: cut for cut in reversed(alike)}.values())[::-1]
     names = world.gather([cut.name for cut in cuts])
     is_same = all(others == names[0] for others in names)
-    return (cuts, "") if is_same else ([], "ranks find other cuts")
+    return (
+        (cuts, "") if is_same else ([], "the ranks do not agree on the layer to keep features of")
+    )

@@ -158,11 +158,16 @@ class FrozenFeatures:
         """
         rows = None if self._source is None else self.rows_of(self._source)
         if self._cut is not None and not (self._cut.is_current() and self._is_same(self._cut)):
-            self._loop.note("features: the frozen layers have changed: what was kept is dropped")
+            self._loop.note(
+                "features: the frozen layers have changed: the kept features are dropped"
+            )
             self._drop()
             self._restarts = self._has_dropped = True
         elif isinstance(rows, NamedRows) and rows.is_random:
-            self._loop.note("features: samples change at random: none comes again, so none is kept")
+            self._loop.note(
+                "features: samples change at random, so that no sample repeats and no features "
+                "are kept"
+            )
             rows.drop()
             # Other ranks notice the change at other steps.
             self._drop(wakes=self._loop.world.size == 1)
@@ -299,7 +304,7 @@ class FrozenFeatures:
         if batch.is_jagged:
             return NO_ROWS
         if loop.asked.allow < Parity.TOLERANT:
-            return 'allow="exact": other batches may round otherwise'
+            return 'allow="exact": features of other batches may differ by rounding'
         if loop.settings_of(self._model).compile != "off":
             return "the model is compiled"
         if batch.size < 2:
