@@ -76,8 +76,8 @@ def test_what_is_said():
     )
     found = LargestBatch(32, 2, 10**9, MEMORY, (TriedStep(16, "", 0.1), TriedStep(17, MEMORY, 0.1)))
     assert found.words((), None) == (
-        "batch 32 = 2 x 16: the most that fits in 1.0 GB of memory for each rank, 17 samples do not "
-        "fit (2 trials, 0.2s); the default batch size"
+        "batch 32 = 2 x 16: the most that fits in 1.0 GB of memory for each rank, 17 samples do "
+        "not fit (2 trials, 0.2s); the default batch size"
     )
 
 
