@@ -61,7 +61,7 @@ CONDITIONS = {
         "        return iter([Numbers()[i] for i in range(24)])\n"
         "model = nn.Linear(4, 2)\nloader = DataLoader(Endless(), 8)\n" + TRAIN,
         "input.workers=2",
-        "an IterableDataset gives other samples to other numbers of workers",
+        "the samples of an IterableDataset depend on the number of workers",
     ),
     "unguarded": (
         "import multiprocessing; multiprocessing.set_start_method('spawn')\n" + PLAIN + TRAIN,
@@ -110,7 +110,7 @@ CONDITIONS = {
         "compute.precision=bf16",
         "the parameters of Linear are float64",
     ),
-    "scaled": (PLAIN + TRAIN, "compute.precision=fp16", "it needs the loss scaled"),
+    "scaled": (PLAIN + TRAIN, "compute.precision=fp16", "fp16 needs a scaled loss"),
     "random stream": (
         STREAM + "                yield torch.full((4,), float(i)) + torch.randn(4), i % 2\n"
         "model = nn.Linear(4, 2)\nloader = DataLoader(Stream(), 8)\n" + TRAIN,
@@ -155,7 +155,7 @@ CONDITIONS = {
         "def before(epoch, loader):\n    loader.dataset.epoch = epoch\n"
         "model = nn.Linear(4, 2)\nloader = DataLoader(Later(), 8)\n" + TRAIN,
         "script.cache=memory",
-        "Later.epoch is another one in each epoch",
+        "Later.epoch is different in each epoch",
     ),
     "counts": (
         "class Counts(Numbers):\n"

@@ -251,7 +251,7 @@ def test_samples_of_which_none_comes_again_are_forgotten(monkeypatch):
     job = Job()
     assert job.computes(X[:4])
     assert job.computes(X[4:])
-    assert told() == "none of 6 samples came again in Counted"
+    assert told() == "none of 6 samples repeated in Counted"
     assert job.computes(X[:4])
     assert not job.features._kept
 
@@ -267,7 +267,7 @@ def test_a_dataset_that_changes_its_samples_at_random_is_not_kept(validated):
         job.now.dataset = Dataset(2, "Plain", 12, epoch + 1)
         if validated:
             assert job.computes(X) is (epoch == 0)
-    assert told() == ("Flipped changes its 8 samples at random: none came again in Counted")
+    assert told() == ("Flipped changes its 8 samples at random: none repeated in Counted")
     kept = list((cache_folder() / "features").glob("*/"))
     if validated:
         (found,) = job.features._kept.values()
@@ -518,7 +518,7 @@ def test_what_no_sample_came_again_for_leaves_the_disk(monkeypatch):
     job(X[:4])
     (folder,) = (cache_folder() / "features").glob("*/")
     job(X[4:])
-    assert told() == "none of 6 samples came again in Counted"
+    assert told() == "none of 6 samples repeated in Counted"
     assert not folder.exists()
 
 
@@ -693,7 +693,7 @@ def test_random_samples_that_no_loader_gives_are_told_by_the_evaluations():
             assert job.computes(torch.randn(4, 6, generator=drawn))
         with torch.no_grad():
             assert job.computes(X) is (epoch == 0)
-    why = "the script changes its 8 samples at random: none came again in Counted"
+    why = "the script changes its 8 samples at random: none repeated in Counted"
     assert told() == why
     (found,) = job.features._kept.values()
     assert found.store.kept == 8 + 12  # nothing of the later epochs
@@ -705,7 +705,7 @@ def test_without_any_sign_of_an_epoch_no_more_than_a_part_of_the_room_is_filled(
     drawn = torch.Generator().manual_seed(2)
     for _ in range(5):
         assert job.computes(torch.randn(4, 6, generator=drawn))
-    assert told() == "none of 12 samples came again in Counted: they are kept once some do"
+    assert told() == "none of 12 samples repeated in Counted: samples are kept once some repeat"
     assert not list((cache_folder() / "features").glob("*/"))
     assert job.computes(X)
     assert job.computes(X)  # it has come again, and is kept from now on
@@ -722,7 +722,7 @@ def test_a_stream_whose_second_pass_has_none_of_the_first_is_random(again):
         for _ in range(2):
             job.now.dataset = Dataset(7, "Stream", None, passed)
             job(torch.randn(4, 6, generator=drawn))
-    random = "Stream changes its 8 samples at random: none came again in Counted"
+    random = "Stream changes its 8 samples at random: none repeated in Counted"
     assert told() == (None if again else random)
 
 
@@ -753,7 +753,7 @@ def test_rows_of_earlier_runs_stay_where_none_of_this_one_comes_again(monkeypatc
     monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 0)
     job = Job(where="disk")
     job(torch.randn(4, 6))
-    assert told().endswith("samples came again in Counted")
+    assert told().endswith("samples repeated in Counted")
     assert folder.exists()
 
 
@@ -842,7 +842,7 @@ def test_a_script_that_augments_by_hand_fills_no_disk(scripts, tmp_path):
     assert plain.code == cured.code == 0, cured.err
     assert json.loads(cured.out) == json.loads(plain.out)
     assert cured.left == {
-        FIELD: "TensorDataset changes its 40 samples at random: none came again in Sequential"
+        FIELD: "TensorDataset changes its 40 samples at random: none repeated in Sequential"
     }
     assert not list((folder / "features").glob("*/"))
 

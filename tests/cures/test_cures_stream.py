@@ -130,7 +130,7 @@ def test_a_dataset_that_changes_between_epochs_is_not_kept():
     list(stream.epoch(dataset, iter(dataset)))
     dataset.epoch = 7
     list(stream.epoch(dataset, iter(dataset)))
-    assert record.left() == [("script.cache", "Numbers.epoch is another one in each epoch")]
+    assert record.left() == [("script.cache", "Numbers.epoch is different in each epoch")]
 
 
 def test_memory_is_not_filled_and_what_was_kept_is_let_go():

@@ -1309,7 +1309,7 @@ def test_values_that_distributions_check_are_told_from_those_the_script_reads(
 
 def test_dropout_that_is_not_told_endangers_what_is_evaluated():
     (found,) = look_of("eval_missing")(job(dropouts=[HERE], evaluation_site=HERE))
-    assert (found.kind, "goes on dropping" in found.what) == ("danger", True)
+    assert (found.kind, "still drops values" in found.what) == ("danger", True)
     (found,) = look_of("eval_missing")(job(dropouts=[HERE]))
     assert found.kind == "note"
 
@@ -1613,7 +1613,7 @@ def test_a_target_that_never_moves_needs_a_whole_run_or_many_steps():
     assert "Values, a copy of the model that is trained" in found.what
     assert "has not moved in 2,000 steps" in found.what
     assert look(job(steps=20_000, still_targets=[STILL], ended="stopped"))
-    with pytest.raises(NoSignal, match="19,999 steps were seen"):
+    with pytest.raises(NoSignal, match="19,999 steps were observed"):
         look(job(steps=19_999, still_targets=[STILL], ended="stopped"))
     with pytest.raises(NoSignal):
         look(job(steps=199, still_targets=[STILL]))

@@ -61,7 +61,9 @@ def test_dangers_come_first_then_the_largest_bound_and_notes_last(machine):
     ]
     assert all(found.proven is None for found in verdict.findings)
     assert not {found.name for found in verdict.findings} & {*verdict.passed}
-    assert dict(verdict.unknown)["small_files"] == "which files the loader opens was not seen"
+    assert (
+        dict(verdict.unknown)["small_files"] == "the files that the loader opens were not observed"
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -69,7 +71,7 @@ def test_no_check_passes_before_the_first_step(machine, ranks):
     failed = [Observation(["train.py"], rank=n, ended="failed", error="no") for n in range(ranks)]
     verdict = judge(failed, machine)
     assert (verdict.findings, verdict.passed) == ([], [])
-    assert dict(verdict.unknown)["tf32_off"] == "no step was seen"
+    assert dict(verdict.unknown)["tf32_off"] == "no step was observed"
 
 
 def test_the_critical_lane_has_its_cause_and_the_hot_line(machine):

@@ -192,7 +192,7 @@ def test_what_is_slower_alone_is_prescribed_where_it_pays_beside_another(seed):
     times = by_set(plain=10, precision=15, memory_format=7, memory_format_and_precision=3)
     given = proven(Machine(times, seed), LAST, BF16)
     assert outcomes(given) == {LAST: "prescribed", BF16: "prescribed"}
-    assert given.proofs[1].reason.startswith("pays beside channels_last: ")
+    assert given.proofs[1].reason.startswith("pays together with channels_last: ")
     assert given.together is not None
     assert given.together.recipe == {LAST: "channels_last", BF16: "bf16"}
     assert given.together.trial is not None
@@ -215,7 +215,7 @@ def test_what_adds_nothing_to_another_goes():
         assert outcomes(given)[BF16] == "prescribed"
         if outcomes(given)[LAST] == "left alone":
             dropped += 1
-            assert given.proofs[0].reason == "adds nothing beside bf16"
+            assert given.proofs[0].reason == "adds nothing to bf16"
             assert given.together is not None
             assert given.together.names == (BF16,)
     assert dropped >= 14  # in the others noise speaks for it

@@ -154,7 +154,7 @@ class _Known:
     def store_for_epoch(self, dataset: Any) -> Store | None:
         changed = "" if self._before is None else self._before.changed(dataset)
         if changed:
-            leave(FIELD, f"{changed} is another one in each epoch")
+            leave(FIELD, f"{changed} is different in each epoch")
             self._store = self._before = None
         return self._store
 

@@ -64,7 +64,7 @@ class CutFeatures(KeptSamples):
         self.is_open = False
         inputs = _inputs_of(args, kwargs)
         if inputs is None:
-            self.why = f"{self._name} is called with something else than a batch of tensors"
+            self.why = f"{self._name} is not called with a single batch of tensors"
             return
         model: Any = self._model()
         if (hooked := _hooked(model)) is not None:

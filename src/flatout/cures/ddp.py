@@ -43,7 +43,11 @@ class Search:
     def _meet(self, module: Any) -> None:
         is_own = module.static_graph or module.gradient_as_bucket_view
         if is_own or module._use_python_reducer or getattr(module, "device_mesh", None) is not None:
-            leave(SEARCH, "the gradients lie in their own form")
+            leave(
+                SEARCH,
+                "the model's DistributedDataParallel stores or reduces gradients in a special "
+                "way (static_graph, gradient_as_bucket_view, a Python reducer or a device mesh)",
+            )
             return
         self._watched[module] = _Used(module)
 

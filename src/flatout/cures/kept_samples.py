@@ -148,7 +148,7 @@ class KeptSamples:
         store.put(names, given)
         if kept.has_come_again:
             return
-        why = f"none of {store.kept:,} samples came again in {self._name}"
+        why = f"none of {store.kept:,} samples repeated in {self._name}"
         dataset = self._keeping.now.dataset
         known = 0 if dataset is None else dataset.samples or 0
         is_known = known > 0 and store.kept - kept.found <= _TOO_MANY * known + self._keeping.ahead
@@ -175,8 +175,7 @@ class KeptSamples:
         if result.again or not is_later or not count or result.new <= most:
             return False
         why = (
-            f"{dataset.name} changes its {count:,} samples at random: none came again "
-            f"in {self._name}"
+            f"{dataset.name} changes its {count:,} samples at random: none repeated in {self._name}"
         )
         # Another dataset exists, such as that of a validation, or this may be a part of an epoch.
         if len(self._given) > 1 or dataset.is_guessed:
@@ -187,7 +186,7 @@ class KeptSamples:
         return True
 
     def _doubt(self, why: str) -> None:
-        leave(FIELD, f"{why}: they are kept once some do")
+        leave(FIELD, f"{why}: samples are kept once some repeat")
         for kept in self._kept.values():
             kept.end()
         self._kept, self._given, self._doubted = {}, {}, set()

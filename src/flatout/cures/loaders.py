@@ -101,7 +101,7 @@ class Loaders:
         if not isinstance(workers, int):
             return f"{workers} is for a Trainer or a Loop"
         if isinstance(given["dataset"], self._torch.utils.data.IterableDataset):
-            return "an IterableDataset gives other samples to other numbers of workers"
+            return "the samples of an IterableDataset depend on the number of workers"
         if not workers:
             return ""
         shm = read_shm()
@@ -155,7 +155,11 @@ class Loaders:
             if before is not None and loader._iterator is not None:
                 changed = before.changed(loader.dataset, loader.collate_fn)
                 if changed:
-                    leave(PERSISTENT, f"{changed} is another one in each epoch: new workers see it")
+                    leave(
+                        PERSISTENT,
+                        f"{changed} is different in each epoch: new workers see the "
+                        "change",
+                    )
                     loader._iterator = None
                 else:
                     # New workers would draw their seeds here. An equal draw keeps the order that

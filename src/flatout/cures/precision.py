@@ -20,7 +20,7 @@ def autocast(torch: Any, steps: ScriptSteps) -> Cure | None:
         case "fp32":
             without_autocast(torch)
         case "fp16":
-            leave(FIELD, "it needs the loss scaled, which a script does itself")
+            leave(FIELD, "fp16 needs a scaled loss, which only the script itself can add")
     return None
 
 

@@ -44,7 +44,7 @@ class Stream:
         """Return an iterator over an epoch, with kept samples where possible."""
         changed = self._before.changed(dataset)
         if self.is_kept and changed:
-            self._give_up(f"{changed} is another one in each epoch")
+            self._give_up(f"{changed} is different in each epoch")
         self._epochs += 1
         record.fill(is_full=not self.is_kept or self._epochs >= _FILLED)
         return self._given(made) if self.is_kept else made

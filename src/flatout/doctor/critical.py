@@ -215,7 +215,7 @@ _WORDS = {
     ("evaluation",): "evaluation takes the largest part",
     ("saving",): "writing checkpoints takes the largest part",
     ("gc",): "Python's garbage collection takes the largest part",
-    ("idle",): "most time passes outside of all that was seen",
+    ("idle",): "most time passes outside of the observed parts of a step",
 }
 
 _GPU_WORDS = {

@@ -136,7 +136,7 @@ def _looked(look: Any, at: Any, steps: int) -> list[Finding] | str:
         findings: list[Finding] = look(at)
     except NoSignal as reason:
         return str(reason)
-    return findings if findings or steps else "no step was seen"
+    return findings if findings or steps else "no step was observed"
 
 
 def _left_open(findings: list[Finding] | str, rank: Observation) -> list[Finding] | str:

@@ -187,7 +187,9 @@ def _inert_kmp(facts: Facts) -> Finding | None:
     if not names or "libiomp5" in preloaded or facts.machine.torch.version is None:
         return None
     return Finding(
-        "note", f"{kmp_words(names)}; torch's wheels bring GNU's, so nothing happens", KMP_DO
+        "note",
+        f"{kmp_words(names)}; torch's wheels bring GNU's OpenMP, so they have no effect",
+        KMP_DO,
     )
 
 

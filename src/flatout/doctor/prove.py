@@ -295,7 +295,7 @@ class Proving:
         if not self._has_time(3, starts=2):
             return chosen
         with self._bench.against(together(chosen)) as base:
-            self._told(f"trying {cure.words} beside {together(chosen).words} ...")
+            self._told(f"trying {cure.words} together with {together(chosen).words} ...")
             pair = self._bench.measure(base, together([*chosen, cure]), self._spare())
         if cure in self._brought:  # no trial of this cure alone exists
             proof = self._judging.proof(cure, pair)
@@ -305,7 +305,7 @@ class Proving:
         learns = self._judging.compared(cure, pair).holds
         if pair.result is None or not pair.result.wins or not learns:
             return chosen
-        self._keep(cure, f"pays beside {together(chosen).words}: {pair.result.words}")
+        self._keep(cure, f"pays together with {together(chosen).words}: {pair.result.words}")
         return [*chosen, cure]
 
     def _without_idle(self, chosen: list[Cure]) -> list[Cure]:
@@ -332,7 +332,7 @@ class Proving:
                 tried = self._tried[cure.names]
                 if cure not in self._brought and tried.proof.trial and tried.proof.trial.wins:
                     self._idle.append(tried)
-                self._drop(cure, f"adds nothing beside {together(fewer).words}")
+                self._drop(cure, f"adds nothing to {together(fewer).words}")
         return left
 
     def _hidden(self) -> list[Cure]:

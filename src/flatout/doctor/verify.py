@@ -203,5 +203,5 @@ def _whole_run(what: Sequence[str], cure: Cure, seed: int) -> tuple[WholeRun, Cu
         curve = Curve.read(losses, began)
     loss = curve.final()
     if math.isnan(loss):
-        raise FlatoutError(f"{cure.words}, seed {seed}: no loss was seen")
+        raise FlatoutError(f"{cure.words}, seed {seed}: no loss was observed")
     return WholeRun(loss, curve.steps, seconds), curve

@@ -27,8 +27,8 @@ def _finding(model: Model, cost: float) -> Finding:
     more = f" and {len(model.pool_after) - 1} more" if len(model.pool_after) > 1 else ""
     return Finding(
         kind="slow",
-        what=f"activation {activation} runs before pooling {pooling}{more}: behind that there are "
-        "fewer values, and the result is the same",
+        what=f"activation {activation} runs before pooling {pooling}{more}: after pooling there "
+        "are fewer values, and the result is the same",
         do="pool first, then activate",
         where=at(model.pool_site or model.site),
         cost_ms=cost,

@@ -29,7 +29,7 @@ def look(observation: Observation) -> Findings:
         yield Finding(
             kind="danger",
             what=f"{layer.kind} gets {layer.shape} and runs over its {samples} samples, {known}: "
-            "an output depends on which samples are beside it in the batch",
+            "an output depends on the other samples of the batch",
             do="batch_first=True where the layer is made",
             where=at(layer.site),
             parity="changes learning",

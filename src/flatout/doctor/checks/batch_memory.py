@@ -40,11 +40,11 @@ def look(observation: Observation) -> list[Finding]:
     if is_gpu(observation):
         return _on_gpu(observation)
     if observation.swapped_mb is None:
-        raise NoSignal("how much of the job lies in swap was not seen")
+        raise NoSignal("the job's memory in swap was not observed")
     if observation.swapped_mb < _SWAPPED_MB:
         return []
     faults = (
-        f", {rounded(observation.major_faults, 2)} pages a step come back"
+        f", {rounded(observation.major_faults, 2)} pages a step are read back"
         if observation.major_faults
         else ""
     )
@@ -59,7 +59,7 @@ def _on_gpu(observation: Observation) -> list[Finding]:
         observation.device_total_mb,
     )
     if memory_mb is None or peak is None or total is None:
-        raise NoSignal("the GPU's memory was not seen")
+        raise NoSignal("the GPU's memory was not observed")
     if observation.device_failures:
         what = (
             f"the GPU's memory ran out {observation.device_failures} times, and the script went on"
@@ -68,7 +68,7 @@ def _on_gpu(observation: Observation) -> list[Finding]:
             _finding("danger", f"{what}: those batches may be lost", _SMALLER, _site(observation))
         ]
     if peak <= memory_mb:
-        raise NoSignal("what a batch takes of the GPU's memory was not seen")
+        raise NoSignal("the GPU memory of a batch was not observed")
     times = (total - memory_mb) / (peak - memory_mb)
     if times < _ROOM:
         return []

@@ -62,7 +62,10 @@ def look(observation: Observation) -> list[Finding]:
     if busy is not None:
         if busy >= WAITS:
             return []
-        time = f"the GPU computes for {busy:.0%} of a step of {ms(whole)}, and else waits for the "
+        time = (
+            f"the GPU computes for {busy:.0%} of a step of {ms(whole)}, and otherwise waits for "
+            "the "
+        )
         return [_finding(f"{time}host to call the next operators", _site(observation))]
     by_size = _last_and_whole(observation)
     if by_size is not None:
@@ -73,7 +76,7 @@ def look(observation: Observation) -> list[Finding]:
         return [_finding(f"{what} {ms(whole)}", _site(observation))]
     mean, size = arithmetic_rate(observation, model), samples_per_call(observation)
     if is_gpu(observation) or mean is None or size is None:
-        raise NoSignal("no batches of two sizes were seen, nor how much a step computes")
+        raise NoSignal("neither batches of two sizes nor the arithmetic of a step were observed")
     fast = sorted(observation.step_ms)[int(_FAST * len(observation.step_ms))]
     rate = mean * max(1.0, 1 / share(observation, fast))
     if rate * _ROOM >= SLOW_RATE:

@@ -22,7 +22,7 @@ def look(observations: Sequence[Observation]) -> Findings:
         devices = wrapped[0].wrapper_options.get("devices")
         size = samples_per_call(first)
         if devices is None or size is None:
-            raise NoSignal("how DataParallel shares a batch out was not seen")
+            raise NoSignal("the samples that DataParallel gives each GPU were not observed")
         part = -(-size // max(1, devices))
         parts = [min(part, size - start) for start in range(0, size, part)]
         parts += [0] * (devices - len(parts))
@@ -30,11 +30,11 @@ def look(observations: Sequence[Observation]) -> Findings:
     if len(observations) == 1:
         return []
     if not all(rank.models and rank.models[0].wrapper for rank in observations):
-        raise NoSignal("how the ranks add up their gradients was not seen")
+        raise NoSignal("the way in which ranks add up their gradients was not observed")
     sizes = [samples_per_call(rank) for rank in observations]
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
-        raise NoSignal("the sizes of the ranks' batches vary, or were not seen")
+        raise NoSignal("the sizes of the ranks' batches vary, or were not observed")
     return _finding(known, first.models[0].site, "ranks")
 
 
@@ -43,10 +43,13 @@ def _finding(parts: list[int], site: Site | None, owners: str) -> Findings:
     if not parts or most < _UNEVEN * least or most == least:
         return
     if least:
-        idle = f"those with fewer wait, and a sample there weighs {most / least:.2g} times as much"
+        idle = (
+            f"the {owners} with fewer samples wait, and each of their samples weighs "
+            f"{most / least:.2g} times as much"
+        )
     else:
-        idle = f"{parts.count(0)} of them get nothing"
-    skew = idle if owners == "ranks" or not least else "those with fewer wait"
+        idle = f"{parts.count(0)} of the {owners} get no samples"
+    skew = idle if owners == "ranks" or not least else f"the {owners} with fewer samples wait"
     yield Finding(
         kind="note",
         what=f"the {owners} get {', '.join(map(str, parts))} samples of a batch: {skew}",

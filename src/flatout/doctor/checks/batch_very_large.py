@@ -33,7 +33,7 @@ def look(observation: Observation) -> Findings:
     step_ms(observation)
     at_once = samples_per_call(observation)
     if at_once is None:
-        raise NoSignal("how many samples a step has was not seen, or varies")
+        raise NoSignal("the number of samples in a step varies, or was not observed")
     batch = round(at_once * batches_per_step(observation) * observation.world_size)
     tried, steps_tried = _LAYERWISE if _is_layerwise(observation) else _SGD
     if batch <= tried:
@@ -60,6 +60,6 @@ def _is_layerwise(observation: Observation) -> bool:
 
 def _steps_per_epoch(loader: Loader, batch: int, ranks: int) -> float:
     if loader.length is None:
-        raise NoSignal("how many samples an epoch has was not seen")
+        raise NoSignal("the number of samples in an epoch was not observed")
     copies = 1 if loader.is_distributed else ranks  # otherwise each rank reads all samples
     return loader.length * copies / batch

@@ -17,15 +17,15 @@ def look(observation: Observation) -> Findings:
     for model in cast:
         rate = arithmetic_rate(observation, model)
         if rate is None:
-            raise NoSignal("the shapes of the batches were not seen")
+            raise NoSignal("the shapes of the batches were not observed")
         if rate >= SLOW_RATE:
             continue
         compute = lane(observation, "forward", "backward")
         yield Finding(
             kind="slow",
             what=f"autocast casts to {model.autocast}, but the {ms(compute)} of forward and "
-            f"backward are not arithmetic: {model.elements:,} weights make {rate / 1e9:.1g} "
-            "GFLOP/s of it",
+            f"backward are mostly not arithmetic: {model.elements:,} weights need only "
+            f"{rate / 1e9:.1g} GFLOP/s",
             do="leave autocast away for a model this small, and measure",
             where=at(model.site),
             cost_ms=compute,

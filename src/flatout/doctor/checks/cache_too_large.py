@@ -52,7 +52,7 @@ def look(observation: Observation) -> list[Finding]:
     loader = max(loaders, key=lambda loader: loader.batches)
     steps, memory = _memory(observation, loader)
     if observation.available_mb is None:
-        raise NoSignal("how much memory is free was not seen")
+        raise NoSignal("the free memory was not observed")
     slope, _ = linear_regression(steps, memory)
     grown = slope * (steps[-1] - steps[0])
     straight = _STRAIGHT_KEPT if _keeps(loader) else _STRAIGHT
@@ -75,13 +75,13 @@ def _memory(observation: Observation, loader: Loader) -> tuple[list[int], list[f
     )
     first = len(memory) // 4
     if len(set(steps[first:])) < _POINTS:
-        raise NoSignal("the job's memory was looked at too few times to see it grow")
+        raise NoSignal("the job's memory was measured too few times to see it grow")
     return steps[first:], memory[first:]
 
 
 def _whole_mb(loader: Loader, each: float) -> float | None:
     if loader.length is None or not loader.sample_bytes or not loader.batch_size:
-        raise NoSignal("memory grows; how large a sample is, and how many there are, was not seen")
+        raise NoSignal("memory grows, but the size and number of the samples were not observed")
     least, most = _LIKE_A_SAMPLE
     if _keeps(loader):
         most = math.inf

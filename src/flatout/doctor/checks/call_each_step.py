@@ -17,7 +17,7 @@ def look(observation: Observation) -> Findings:
     """Report calls without which steps are shorter and learn the same."""
     if not observation.left_out:
         if not observation.lines:
-            raise NoSignal("the lines that steps spend their time in were not seen")
+            raise NoSignal("the lines that steps spend their time in were not observed")
         return
     named_sites = {str(call.site) for call in calls(observation, "print", "log", "save")}
     for call in observation.left_out:

@@ -15,7 +15,7 @@ _LEAST = 8
 def look(observation: Observation) -> Findings:
     """Report calls that repeat the previous one: same input, weights, random state and step."""
     if not any(model.repeats_of >= _LEAST for model in models(observation)):
-        raise NoSignal("too few calls of the model were seen in training")
+        raise NoSignal("too few calls of the model were observed in training")
     for model in observation.models:
         is_each = model.repeats >= EVERY * model.repeats_of / 2
         if model.repeats_of < _LEAST or not is_each or _draws(model):

@@ -29,11 +29,11 @@ def look(observation: Observation) -> Findings:
     if not made:
         return
     if observation.checkpointed_mb is None:
-        raise NoSignal("how much memory checkpointing saves was not seen")
+        raise NoSignal("the memory that checkpointing saves was not observed")
     mb = observation.checkpointed_mb / batches_per_step(observation)
     free = _free_mb(observation)
     if free is None:
-        raise NoSignal("the memory that is free was not seen")
+        raise NoSignal("the free memory was not observed")
     if not _fits(observation, mb):
         return
     cost = _cost_ms(observation, sum(cost_ms(observation, call) or 0.0 for call in made))

@@ -24,7 +24,8 @@ def look(observation: Observation) -> Findings:
         yield Finding(
             kind="danger",
             what=f"{samples:,} of the {of:,} samples that are evaluated here are of {many}, of "
-            "which training has none: what was split lay in the order of its labels",
+            "which training has none: the data were in the order of their labels when they "
+            "were split",
             do="permute the samples before they are split, as random_split or train_test_split do",
             where=at(made(loader)),
             parity="changes learning",
@@ -34,5 +35,5 @@ def look(observation: Observation) -> Findings:
 def _told(observation: Observation) -> set[int]:
     labels = [loss for loss in observation.in_losses if loss.kind == "labels"]
     if not labels:
-        raise NoSignal("no labels of classes were seen")
+        raise NoSignal("no labels of classes were observed")
     return set(range(max(int(loss.detail.get("classes", 0)) for loss in labels)))

@@ -16,7 +16,7 @@ def look(observation: Observation) -> Findings:
     """Report lines that take much time with copy.deepcopy."""
     seen = calls(observation, "deepcopy")
     if not (seen or observation.lines):
-        raise NoSignal("the lines that steps spend their time in were not seen")
+        raise NoSignal("the lines that steps spend their time in were not observed")
     for call in seen:
         cost = cost_ms(observation, call) or 0.0
         if call.steps >= _OFTEN * observation.steps and is_worth(observation, cost):

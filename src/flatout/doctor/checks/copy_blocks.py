@@ -36,8 +36,8 @@ def look(observation: Observation) -> Findings:
             continue
         yield Finding(
             kind="slow",
-            what=f"the copy to the GPU comes from pinned memory, and the host waits for it all the "
-            f"same, with all that the GPU has to do before: {ms(own)} per step",
+            what="the copy to the GPU comes from pinned memory, but the host still waits for it, "
+            f"and for all earlier work of the GPU: {ms(own)} per step",
             do=".to(device, non_blocking=True): the GPU does first what was queued first",
             where=str(call.site),
             cost_ms=cost,

@@ -18,7 +18,7 @@ def look(observation: Observation) -> Findings:
     if not is_gpu(observation) or not convolutional:
         return
     if observation.cudnn_benchmark is None:
-        raise NoSignal("torch.backends.cudnn.benchmark was not seen")
+        raise NoSignal("torch.backends.cudnn.benchmark was not observed")
     cost = compute_ms(observation, "forward", "backward")
     if observation.cudnn_benchmark or not is_worth(observation, cost):
         return
@@ -39,5 +39,5 @@ def look(observation: Observation) -> Findings:
 def _share_of_one(model: Model) -> float:
     counts = [count for _, count in model.inputs]
     if not counts:
-        raise NoSignal("the shapes of the batches were not seen")
+        raise NoSignal("the shapes of the batches were not observed")
     return max(counts) / max(1, sum(counts))

@@ -9,8 +9,8 @@ from flatout.observe import Observation
 
 _WORDS = {
     "detect_anomaly": (
-        "anomaly detection is on: each operator of forward keeps its lines, and each of backward "
-        "is searched for NaN",
+        "anomaly detection is on: each operator of forward stores its stack trace, and each "
+        "operator of backward is checked for NaN",
         "torch.autograd.set_detect_anomaly(False), and on again to find a NaN",
     ),
     "deterministic_algorithms": (
@@ -31,7 +31,7 @@ _SHARES = {"detect_anomaly": 1.0, "float64": 0.5}
 def look(observation: Observation) -> Findings:
     """Report modes that were on at the first backward, with the line that switched them on."""
     if observation.switched_on is None:
-        raise NoSignal("no backward pass was seen")
+        raise NoSignal("no backward pass was observed")
     sites = {call.detail.get("name"): call.site for call in calls(observation, "switch")}
     for name in observation.switched_on:
         what, do = _WORDS[name]

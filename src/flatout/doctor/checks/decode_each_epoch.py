@@ -35,9 +35,9 @@ def look(observation: Observation) -> Findings:
             continue
         size = cached_mb(loader)
         if size is None:
-            raise NoSignal("how many samples there are, and how large each is, was not seen")
+            raise NoSignal("the number and size of the samples were not observed")
         if observation.available_mb is None:
-            raise NoSignal("how much memory is free was not seen")
+            raise NoSignal("the free memory was not observed")
         if fits_in_memory(observation, size):
             most = cost if loader.is_iterable else making_ms(observation, loader)
             yield _finding(loader, most, size, observation.available_mb)

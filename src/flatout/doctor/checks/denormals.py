@@ -20,7 +20,7 @@ def look(observation: Observation) -> list[Finding]:
         return []
     trained = models(observation)
     if all(model.subnormal_share is None for model in trained):
-        raise NoSignal("the numbers of the model were not looked at")
+        raise NoSignal("the numbers of the model were not checked")
     # A step of the optimizer alone computes with the optimizer's moments.
     findings = [
         *_finding(observation, trained, "the model", ("forward", "backward", "optimizer")),

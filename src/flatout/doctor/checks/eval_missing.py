@@ -41,8 +41,7 @@ def look(observation: Observation) -> Findings:
     for site in observation.dropouts:
         yield Finding(
             kind="danger" if observation.evaluation_site else "note",
-            what="this dropout is not told whether the model trains: it goes on dropping after "
-            "eval()",
+            what="this dropout does not get the model's mode: it still drops values after eval()",
             do="training=self.training in its call, or an nn.Dropout",
             where=str(site),
             parity="changes learning",

@@ -32,7 +32,7 @@ def look(observation: Observation) -> Findings:
     if any("16" in dtype for optimizer in observation.optimizers for dtype in optimizer.dtypes):
         return
     if observation.bf16_units is None:
-        raise NoSignal("whether the device has units for bf16 was not seen")
+        raise NoSignal("the device's support of bf16 was not observed")
     units = [name for name in _FASTER if name in observation.bf16_units]
     if not units:
         return

@@ -15,8 +15,8 @@ def look(observation: Observation) -> Findings:
         if names := model.moving_norms:
             yield Finding(
                 kind="danger",
-                what=f"{len(names)} frozen BatchNorm layers still learn: each batch moves their "
-                f"running statistics, and normalizes by its own: {few(names)}",
+                what=f"{len(names)} frozen BatchNorm layers still change: each batch updates "
+                f"their running statistics, and is normalized by its own: {few(names)}",
                 do="flatout.freeze(model, until=...), which keeps them in evaluation; or call "
                 "layer.eval() on each after every model.train()",
                 where=at(model.site),

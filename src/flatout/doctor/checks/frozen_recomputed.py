@@ -29,7 +29,7 @@ def look(observation: Observation) -> Findings:
     if all(model.frozen_share is None for model in trained):
         if observation.backbones:
             return
-        raise NoSignal("the time of frozen layers was not seen")
+        raise NoSignal("the time of frozen layers was not observed")
     forward = lane(observation, "forward")
     for model in trained:
         if model.frozen_share and is_worth(observation, model.frozen_share * forward):

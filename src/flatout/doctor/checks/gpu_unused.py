@@ -12,7 +12,7 @@ from flatout.observe import Observation
 def look(observation: Observation) -> Findings:
     """Report a model that trains on the CPU of a machine with a GPU that torch could use."""
     if observation.gpus is None:
-        raise NoSignal("which GPUs there are was not seen")
+        raise NoSignal("the GPUs of the machine were not observed")
     step_ms(observation)
     if is_gpu(observation) or not observation.gpus:
         return

@@ -12,7 +12,7 @@ from flatout.observe import Observation
 def look(observation: Observation) -> Findings:
     """Report losses over nodes that a mask or index of the script holds out."""
     if not observation.loss_looks:
-        raise NoSignal("no loss was seen")
+        raise NoSignal("no loss was observed")
     for item in observation.held_out_nodes:
         yield Finding(
             kind="danger",

@@ -28,7 +28,7 @@ _OF_PIECE_S = 3e-7
 def look(observation: Observation) -> Findings:
     """Report lines whose result grows equally with each step, and so does their time."""
     if observation.steps < _LOOKED:
-        raise NoSignal("too few steps were seen for something to grow")
+        raise NoSignal("too few steps were observed to detect growth")
     for history in observation.growing:
         now = _ms_now(observation, history)
         steps, of = _until(observation)
@@ -55,7 +55,7 @@ def look(observation: Observation) -> Findings:
 
 
 def _told(taken: float) -> str:
-    return ms(taken) if taken else "next to nothing"
+    return ms(taken) if taken else "almost no time"
 
 
 def _until(observation: Observation) -> tuple[float, str]:

@@ -52,11 +52,14 @@ def _finding(
         waits += f" (timed in {seen} of {observation.steps:,} steps)"
     do = "keep sums as tensors on the device, and read them every N steps"
     if call.detail.get("by") == "__bool__" and call.site and _DISTRIBUTION.search(call.site.code):
-        do = "torch.distributions.Distribution.set_default_validate_args(False): it is what checks"
+        do = (
+            "torch.distributions.Distribution.set_default_validate_args(False): the validation "
+            "of arguments makes these calls"
+        )
     return Finding(
         kind=kind_of(observation, cost),
-        what=f".{call.kind}() is called {times} in each step{waits}: the host stands still until "
-        "the device has come so far",
+        what=f".{call.kind}() is called {times} in each step{waits}: the host waits until the "
+        "device has finished all earlier work",
         do=do,
         where=str(call.site),
         cost_ms=cost,

@@ -26,7 +26,7 @@ def look(observation: Observation) -> Findings:
     ]
     labels = [loss for loss in observation.in_losses if loss.kind == "labels"]
     if not loaders and not labels:
-        raise NoSignal("no labels of classes were seen")
+        raise NoSignal("no labels of classes were observed")
     for loader in loaders:
         if _is_sorted(loader):
             classes, _, samples, _ = loader.label_runs or (0, 0, 0, 0)
@@ -52,7 +52,7 @@ def look(observation: Observation) -> Findings:
             pure, batches = label.detail["of_one"], label.detail["batches"]
             kinds = len(label.detail["alone"])
             yield _finding(
-                f"{pure} of {batches} batches that were looked at hold a single class of "
+                f"{pure} of {batches} batches that were checked hold a single class of "
                 f"{label.detail['classes']}, {kinds} different ones in turn",
                 at(label.site),
                 _DO,

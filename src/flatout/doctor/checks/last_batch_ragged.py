@@ -29,6 +29,6 @@ def look(observation: Observation) -> Findings:
 
 def _last(loader: Loader, ranks: int) -> int:
     if loader.batch_size is None or loader.length is None:
-        raise NoSignal("how many samples there are, or how many in a batch, was not seen")
+        raise NoSignal("the number of samples, or the batch size, was not observed")
     samples = -(-loader.length // ranks) if loader.is_distributed else loader.length
     return last_batch(samples, loader.batch_size, bool(loader.drop_last))

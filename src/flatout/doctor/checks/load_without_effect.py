@@ -17,8 +17,7 @@ def look(observation: Observation) -> Findings:
         yield Finding(
             kind="danger",
             what=_unmatched(item) if is_other else _own(item),
-            do="the names as the model has them; what load_state_dict returns are those that it "
-            "has not found"
+            do="use the model's names; load_state_dict returns the names that it has not found"
             if is_other
             else "copy.deepcopy(model.state_dict()), or torch.save at once",
             where=at(item.site if is_other else item.taken_at or item.site),

@@ -19,11 +19,11 @@ def look(observation: Observation) -> Findings:
             continue
         yield Finding(
             kind="danger",
-            what=f"a term of the loss is made of a new tensor {term.detail['shape']} in each step, "
-            "with requires_grad=True: no graph lies behind it, so that no parameter learns "
-            f"anything of it; seen in {term.count} steps",
-            do="compute it of what the model gave, as by torch.stack, without item(), numpy() or "
-            "torch.tensor()",
+            what=f"a term of the loss is made of a new tensor {term.detail['shape']} in each "
+            "step, with requires_grad=True: the tensor has no graph, so that no parameter "
+            f"learns from this term; found in {term.count} steps",
+            do="compute it from the model's outputs, as by torch.stack, without item(), numpy() "
+            "or torch.tensor()",
             where=at(term.site),
             parity="changes learning",
         )

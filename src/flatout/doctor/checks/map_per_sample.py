@@ -39,7 +39,7 @@ def look(observation: Observation) -> Findings:
 def _share(loader: Loader) -> float:
     whole = sum(loader.lanes_ms.values())
     if not whole:
-        raise NoSignal("the loader's own time was not seen")
+        raise NoSignal("the loader's own time was not observed")
     return loader.lanes_ms["transform"] / whole
 
 

@@ -25,7 +25,7 @@ def look(observation: Observation) -> Findings:
         return
     loaders = training_loaders(observation)
     if all(loader.pin_memory is None for loader in loaders):
-        raise NoSignal("whether the loader pins its memory was not seen")
+        raise NoSignal("whether the loader pins its memory was not observed")
     copy = lane(observation, "copy")
     # At the copy, the host also waits for all work that is queued on the GPU.
     if observation.device_time is not None:

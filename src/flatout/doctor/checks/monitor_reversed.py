@@ -15,7 +15,7 @@ _WAITS = {"min": "falls", "max": "rises"}
 def look(observation: Observation) -> Findings:
     """Report callbacks and comparisons that treat a large loss or a small score as better."""
     if not observation.steps:
-        raise NoSignal("no step was seen")
+        raise NoSignal("no step was observed")
     for monitor in observation.monitors:
         better = other_mode(monitor)
         if monitor.acts == "lowers" or not better:
@@ -43,7 +43,7 @@ def _what(monitor: Monitor) -> str:
 
 def _do(kind: str, better: str) -> str:
     if kind == "if":
-        return "turn the comparison round"
+        return "reverse the comparison"
     if kind.endswith("TrainingArguments"):
         return f"greater_is_better={better == 'max'}"
     return f'{kind}(..., mode="{better}")'

@@ -24,7 +24,7 @@ def look(observation: Observation) -> Findings:
         yield _finding(
             loss,
             f"nan_to_num hides {hidden:,} of {of:,} numbers that are NaN or infinite, in "
-            f"{loss.count} of {observation.loss_looks} backward passes that were looked at",
+            f"{loss.count} of {observation.loss_looks} backward passes that were checked",
         )
     for loss in in_losses(observation, "skipped"):
         of = loss.detail["of"]

@@ -16,7 +16,7 @@ _SHARED = ("DataParallel", "FullyShardedDataParallel")
 def look(observation: Observation) -> Findings:
     """Report models whose output changes with the token that it is to predict."""
     if observation.steps < _LOOKED:
-        raise NoSignal("too few steps were seen to call a model again")
+        raise NoSignal("too few steps were observed to call a model again")
     shared = {model.wrapper for model in observation.models} & {*_SHARED}
     if shared:
         raise NoSignal(
@@ -28,10 +28,10 @@ def look(observation: Observation) -> Findings:
         yield Finding(
             kind="danger",
             what=f"{name}'s output at position {seen.at} of {seen.length} changes when token "
-            f"{seen.at + 1} does, which is what it is to predict{layer}; all {seen.targets:,} "
-            "targets compared are its input, shifted by one",
-            do="mask what comes later, as by is_causal=True or a mask of -inf above the diagonal; "
-            "recurrent layers in one direction, convolutions padded on the left alone",
+            f"{seen.at + 1} does, the token that it has to predict{layer}; all "
+            f"{seen.targets:,} targets compared are its input, shifted by one",
+            do="mask later tokens, as by is_causal=True or a mask of -inf above the diagonal; "
+            "recurrent layers in one direction, convolutions padded on the left only",
             where=at(seen.site),
             parity="changes learning",
         )

@@ -36,9 +36,9 @@ def look(observation: Observation) -> Findings:
         if loader.lanes_ms["read"] < _MUCH * sum(loader.lanes_ms.values()):
             continue
         if loader.open_files is None:
-            raise NoSignal("which files the loader reads was not seen")
+            raise NoSignal("the files that the loader reads were not observed")
         if observation.usable_cpus is None:
-            raise NoSignal("how many CPUs there are was not seen")
+            raise NoSignal("the number of CPUs was not observed")
         parts = min(_READERS, observation.usable_cpus)
         gives_back = cost * (1 - 1 / parts)
         # While the model waits, its own CPU is free for one more reader.

@@ -15,7 +15,7 @@ _READ_BY = ("libiomp5", "libomp")
 def look(observation: Observation) -> Findings:
     """Report KMP_* variables that no library of the process reads."""
     if observation.openmp is None:
-        raise NoSignal("which OpenMP library the process has was not seen")
+        raise NoSignal("the OpenMP library of the process was not observed")
     names = of_intel(observation.openmp_settings)
     if not names or any(library.startswith(_READ_BY) for library in observation.openmp):
         return
@@ -28,8 +28,8 @@ def look(observation: Observation) -> Findings:
     ]
     yield Finding(
         kind="note",
-        what=f"{kmp_words(names)}, and this process has {', '.join(observation.openmp)}: "
-        "nothing happens",
+        what=f"{kmp_words(names)}, and this process has {', '.join(observation.openmp)}: they "
+        "have no effect",
         do=f"{KMP_DO}; before torch is imported",
         where=str(set_here[0]) if set_here else "",
         parity="rounding",

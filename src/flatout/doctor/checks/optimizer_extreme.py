@@ -33,7 +33,7 @@ def look(observation: Observation) -> Findings:
         if optimizer.options and optimizer.kind.startswith(_KNOWN)
     ]
     if not known:
-        raise NoSignal("the options of the optimizer were not seen")
+        raise NoSignal("the options of the optimizer were not observed")
     for optimizer in known:
         for what in _extremes(optimizer):
             yield Finding(

@@ -39,7 +39,7 @@ def _of_head(model: Model) -> Finding:
         kind="note",
         what=f"backward computes gradients for the first {len(names)} parameters of the model, "
         f"which no optimizer has: {few(names)}",
-        do="requires_grad_(False) on them, where only the layers behind them are to train: that "
+        do="requires_grad_(False) on them, where only the layers after them are to train: that "
         "saves their backward; else give them to the optimizer",
         where=at(model.site),
         parity="bit-identical",

@@ -12,7 +12,7 @@ from flatout.observe import Observation, RemadeOptimizer
 def look(observation: Observation) -> Findings:
     """Report optimizers that live for fewer steps than their averages span."""
     if not observation.optimizers:
-        raise NoSignal("no optimizer was seen to step")
+        raise NoSignal("no optimizer was observed to step")
     for remade in observation.remade:
         if remade.each < remade.memory:
             yield _finding(remade)

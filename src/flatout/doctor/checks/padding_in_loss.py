@@ -21,8 +21,8 @@ def look(observation: Observation) -> Findings:
         # If rows have no end token, the model uses padding to mark the end.
         yield Finding(
             kind="danger" if loss.detail["is_ended"] else "note",
-            what=f"{share:.0%} of the loss's targets are padding, {value}: that is easy to tell, "
-            "so the loss falls with it, and the rest weighs that much less",
+            what=f"{share:.0%} of the loss's targets are padding, {value}: padding is easy to "
+            "predict, so the loss falls with it, and the other targets weigh that much less",
             do=f"ignore_index={value} in the loss",
             where=at(loss.site),
             parity="changes learning",

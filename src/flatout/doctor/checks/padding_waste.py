@@ -16,7 +16,7 @@ def look(observation: Observation) -> Findings:
     """Report models that spend much of their computation on padding."""
     trained = models(observation)
     if not any(model.inputs for model in trained):
-        raise NoSignal("the inputs of the model were not seen")
+        raise NoSignal("the inputs of the model were not observed")
     for model in trained:
         if model.padding_share is None or model.padding_share < _MUCH:
             continue

@@ -28,7 +28,7 @@ def look(observation: Observation) -> Findings:
     ]
     findings = [*map(_of_none, idle), *chain.from_iterable(map(_of_some, known))]
     if not findings and len(known) < max(1, len(observation.optimizers)):
-        raise NoSignal(f"gradients were looked at after fewer than {_LOOKS} steps")
+        raise NoSignal(f"gradients were checked after fewer than {_LOOKS} steps")
     return findings
 
 
@@ -51,7 +51,7 @@ def _of_none(optimizer: Optimizer) -> Finding:
     return Finding(
         kind="danger",
         what=f"none of this optimizer's {optimizer.parameters} parameters has a gradient before "
-        f"any of the {of} steps that were looked at: they stay as they are",
+        f"any of the {of} steps that were checked: they stay as they are",
         do="look between their model and its loss for no_grad(), detach(), .data or numpy(); or "
         "for a zero_grad() between backward and step",
         where=at(optimizer.site),
@@ -77,9 +77,9 @@ def _without_grad(optimizer: Optimizer) -> Finding:
     site = optimizer.no_grad_site
     return Finding(
         kind="danger",
-        what=f"gradients are switched off here for layers in train mode that the optimizer holds: "
-        f"{len(names)} parameters had no gradient in all {optimizer.gradient_looks} steps that "
-        f"were looked at: {few(names)}",
+        what="gradients are switched off here for layers in train mode that the optimizer holds: "
+        f"{len(names)} parameters had no gradient in all {optimizer.gradient_looks} steps "
+        f"that were checked: {few(names)}",
         do="call them outside of no_grad; or, where they are meant to stay, put them into eval() "
         "and leave them out of the optimizer",
         where=at(site or optimizer.site),
@@ -92,7 +92,7 @@ def _unreached(optimizer: Optimizer) -> Finding:
     return Finding(
         kind="note",
         what=f"the optimizer holds {len(names)} parameters without a gradient in all "
-        f"{optimizer.gradient_looks} steps that were looked at: {few(names)}",
+        f"{optimizer.gradient_looks} steps that were checked: {few(names)}",
         do="nothing where they are meant to stay, as an unused head; else see that what they "
         "compute enters the loss",
         where=at(optimizer.site),

@@ -15,7 +15,7 @@ def look(observation: Observation) -> Findings:
         if not loader.is_iterable:
             continue  # the sampler of such a loader draws the order
         if loader.stages is None:
-            raise NoSignal("the stages behind the loader's dataset are out of sight")
+            raise NoSignal("the stages after the loader's dataset were not observed")
         if _shuffles_batches(loader.stages):
             yield _shuffled_late(loader)
         if _maps_before_sharding(loader):

@@ -14,7 +14,7 @@ from flatout.observe import Monitor, Observation, Schedule
 def look(observation: Observation) -> Findings:
     """Report ReduceLROnPlateau with a loss in mode "max", or with a score in mode "min"."""
     if not observation.steps:
-        raise NoSignal("no step was seen")
+        raise NoSignal("no step was observed")
     for schedule in observation.schedules:
         if schedule.is_used and schedule.mode:
             yield from _judged(_monitor_of(schedule), "stepped with", "(optimizer, mode=")
@@ -42,9 +42,9 @@ def _judged(monitor: Monitor, takes: str, call: str) -> Iterator[Finding]:
     goes = "falls" if better == "min" else "rises"
     yield Finding(
         kind="danger",
-        what=f"{monitor.kind} is {in_mode(monitor)}, and {takes} {monitor.metric}, "
-        f"a {monitor.metric_kind}: it takes it for no progress when that {goes}, and lowers the "
-        "learning rate",
+        what=f"{monitor.kind} is {in_mode(monitor)}, and {takes} {monitor.metric}, a "
+        f"{monitor.metric_kind}: it counts no progress when the {monitor.metric_kind} "
+        f"{goes}, and lowers the learning rate",
         do=f'{monitor.kind}{call}"{better}")',
         where=at(monitor.site),
         parity="changes learning",

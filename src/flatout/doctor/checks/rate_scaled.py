@@ -32,12 +32,12 @@ def look(observation: Observation) -> list[Finding]:
         return []
     made = calls(observation, "optimizer")
     if not made or not observation.optimizers:
-        raise NoSignal("the line that makes the optimizer was not seen")
+        raise NoSignal("the line that makes the optimizer was not observed")
     multiplied = [call for call in made if _multiplies(call)]
     if not multiplied:
         return []
     if any(not optimizer.rates for optimizer in observation.optimizers):
-        raise NoSignal("the learning rate was not seen")
+        raise NoSignal("the learning rate was not observed")
     optimizer = observation.optimizers[0]
     if _warms_up(optimizer):
         return []

@@ -20,7 +20,7 @@ def look(observations: Sequence[Observation]) -> list[Finding]:
         return []
     alike = list(zip(*[models(rank) for rank in observations], strict=False))
     if all(model.first_weights is None for of_ranks in alike for model in of_ranks):
-        raise NoSignal("the first weights and gradients of the ranks were not seen")
+        raise NoSignal("the first weights and gradients of the ranks were not observed")
     return [_finding(of_ranks) for of_ranks in alike if _differ(of_ranks)]
 
 

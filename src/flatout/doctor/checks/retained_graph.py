@@ -103,7 +103,7 @@ def _grown(observation: Observation) -> tuple[str, float | None] | str:
     if not grows_steadily(steps, memory, stairs**2 / 12):
         return ""  # memory jumped in a few steps only
     if len(observation.graph_nodes) < 2:
-        return "memory grows, but what holds it was not looked at"
+        return "memory grows, but the objects that hold it were not checked"
     if not _nodes_grow(observation.graph_nodes):
         return ""  # memory grows for another reason
     slower = _slower(observation.step_ms)

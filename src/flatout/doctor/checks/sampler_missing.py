@@ -19,7 +19,7 @@ def look(observations: Sequence[Observation]) -> Findings:
     loaders = [training_loaders(rank)[0] for rank in observations]
     first = [_first(loader) for loader in loaders]
     if None in first:
-        raise NoSignal("which samples the ranks take was out of sight")
+        raise NoSignal("the samples that the ranks take were not observed")
     same = [
         rank.rank for rank, drawn in zip(observations, first, strict=True) if first.count(drawn) > 1
     ]

@@ -24,7 +24,7 @@ def look(observations: Sequence[Observation]) -> list[Finding]:
         for rank in observations
     }
     if not any(files.values()):
-        raise NoSignal("no rank saved a model in the steps that were seen")
+        raise NoSignal("no rank saved a model in the steps that were observed")
     ranks, path = _shared(files, "path")
     if ranks:
         what = (

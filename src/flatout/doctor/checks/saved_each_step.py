@@ -24,7 +24,7 @@ _STEPS_OF_EPOCH = 4
 _MUCH = 1e9
 """Bytes written per hour from which on saves are reported, even if writing takes little time."""
 
-_DO = "save once an epoch, or once in so many minutes as you can afford to lose"
+_DO = "save once an epoch, or at the interval that you can afford to lose"
 
 
 @check(lane="saving")

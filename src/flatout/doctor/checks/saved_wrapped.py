@@ -38,7 +38,7 @@ def _finding(observation: Observation, name: str, prefix: str, attribute: str) -
     return Finding(
         kind="note",
         what=f"weights are saved under names such as {name}: {prefix} is the wrapper's, and the "
-        "bare model does not load them",
+        "model without the wrapper does not load them",
         do=f"save {attribute}.state_dict(); flatout export takes the prefix off files that have it",
         where=str(saves[0]) if saves else "",
         parity="bit-identical",

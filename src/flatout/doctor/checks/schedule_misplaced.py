@@ -28,7 +28,7 @@ def look(observation: Observation) -> Findings:
     the schedule is made for batches. Too early: before the optimizer.
     """
     if not observation.steps:
-        raise NoSignal("no step was seen")
+        raise NoSignal("no step was observed")
     used = [schedule for schedule in observation.schedules if schedule.is_used]
     for item in used:
         if item.first_after == 0 and batches_per_step(observation) < _OFTENER:

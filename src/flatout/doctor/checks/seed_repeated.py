@@ -18,7 +18,7 @@ def look(observation: Observation) -> Findings:
     """Report lines that repeatedly seed a generator that training draws from with the same seed."""
     repeated = observation.repeated_seeds
     if repeated is None:
-        raise NoSignal("it was not looked at who seeds random numbers")
+        raise NoSignal("the seeding of random numbers was not observed")
         # If the reseeded generator is known, the orders that it draws add no information.
     seeds = [item for item in repeated if item.kind != _ORDER] or list(repeated)
     if _is_told_of_loader(observation):

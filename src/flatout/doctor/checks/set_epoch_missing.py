@@ -16,9 +16,9 @@ def look(observation: Observation) -> Findings:
         if not (loader.shuffles or loader.draws_order):
             continue
         if loader.hashes is None:
-            raise NoSignal("the sampler is out of sight")
+            raise NoSignal("the sampler was not observed")
         if len(loader.hashes) < 2:
-            raise NoSignal("fewer than two epochs were seen")
+            raise NoSignal("fewer than two epochs were observed")
         if len(set(loader.hashes)) == 1:
             yield _finding(loader)
 

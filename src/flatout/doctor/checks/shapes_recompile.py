@@ -27,7 +27,7 @@ def look(observation: Observation) -> Findings:
         return
     trained = models(observation)
     if not any(model.inputs for model in trained):
-        raise NoSignal("the shapes of what is compiled were not seen")
+        raise NoSignal("the input shapes of compiled code were not observed")
     # A model within a compiled function is not marked as compiled itself.
     compiled = [model for model in trained if model.is_compiled] or trained
     varied: Model = max(compiled, key=lambda model: len(model.inputs))

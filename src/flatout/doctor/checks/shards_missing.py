@@ -72,7 +72,7 @@ def _blocks(loaders: Sequence[Loader]) -> Findings:
 def _parts(loader: Loader) -> list[tuple[int, int]]:
     known = [part for part in loader.parts or () if part is not None]
     if not known or (loader.is_iterable and len(known) < len(loader.parts or ())):
-        raise NoSignal("which samples the ranks and workers take was out of sight")
+        raise NoSignal("the samples that the ranks and workers take were not observed")
     return known
 
 

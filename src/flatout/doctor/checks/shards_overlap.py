@@ -21,7 +21,7 @@ def look(observations: Sequence[Observation]) -> Findings:
     loaders = [training_loaders(rank)[0] for rank in observations]
     taken = [loader.taken for loader in loaders]
     if any(item is None or len(item) < _FEWEST for item in taken):
-        raise NoSignal("which samples the ranks take was out of sight")
+        raise NoSignal("the samples that the ranks take were not observed")
     sets = [set(item) for item in taken if item is not None]
     if any(len(own) < len(item or ()) for own, item in zip(sets, taken, strict=True)):
         return  # one rank takes some samples several times, as when rare samples are oversampled

@@ -43,5 +43,5 @@ def look(observations: Sequence[Observation]) -> Findings:
 def _bytes(rank: Observation) -> int:
     known = [optimizer.local_bytes for optimizer in rank.optimizers]
     if not known or None in known:
-        raise NoSignal(f"what rank {rank.rank} holds of the parameters was not seen")
+        raise NoSignal(f"the parameters of rank {rank.rank} were not observed")
     return sum(size or 0 for size in known)

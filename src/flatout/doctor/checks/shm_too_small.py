@@ -24,10 +24,10 @@ def look(observation: Observation) -> list[Finding]:
     if not sharing:
         return []
     if observation.shm_free_mb is None:
-        raise NoSignal("how much of /dev/shm is free was not seen")
+        raise NoSignal("the free space of /dev/shm was not observed")
     sized = [(loader, _on_its_way(loader)) for loader in sharing if loader.batch_bytes]
     if not sized:
-        raise NoSignal("the size of the batches was not seen")
+        raise NoSignal("the size of the batches was not observed")
     free = observation.shm_free_mb * _MIB
     return [_finding(loader, needed, free) for loader, needed in sized if needed > free]
 

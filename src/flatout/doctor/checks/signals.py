@@ -46,7 +46,7 @@ def few(names: Sequence[str]) -> str:
 def step_ms(observation: Observation) -> float:
     """Return the median milliseconds of a step."""
     if not observation.step_ms:
-        raise NoSignal("no step was seen")
+        raise NoSignal("no step was observed")
     return median(observation.step_ms)
 
 
@@ -55,7 +55,7 @@ def lane(observation: Observation, *names: str) -> float:
     parts = [observation.lanes_ms.get(name) for name in names]
     for name, part in zip(names, parts, strict=True):
         if part is None:
-            raise NoSignal(f"the time of {name} was not seen")
+            raise NoSignal(f"the time of {name} was not observed")
     return sum(part for part in parts if part is not None)
 
 
@@ -87,7 +87,7 @@ def kind_of(observation: Observation, cost: float | None) -> Kind:
 def calls(observation: Observation, *kinds: str) -> list[Call]:
     """Return the calls of these kinds, in order of decreasing cost."""
     if not observation.steps:
-        raise NoSignal("no step was seen")
+        raise NoSignal("no step was observed")
     result = [call for call in observation.calls if call.kind in kinds and call.count]
     return sorted(result, key=lambda call: -(call.seconds or 0.0))
 
@@ -106,7 +106,7 @@ def training_loaders(observation: Observation) -> list[Loader]:
     """Return the loaders whose batches were trained on."""
     result = [loader for loader in observation.loaders if loader.in_training]
     if not result:
-        raise NoSignal("no loader was seen that gave the batches")
+        raise NoSignal("no loader was observed that gave the batches")
     return result
 
 
@@ -140,7 +140,7 @@ def held_out(observation: Observation) -> list[Loader | Table]:
 def in_losses(observation: Observation, kind: str) -> list[InLoss]:
     """Return the observations of this kind in the graphs of losses."""
     if not observation.loss_looks:
-        raise NoSignal("no graph of a loss was looked at")
+        raise NoSignal("no graph of a loss was checked")
     return [item for item in observation.in_losses if item.kind == kind]
 
 
@@ -164,7 +164,7 @@ def parity_of_workers(loader: Loader) -> str:
 def models(observation: Observation) -> list[Model]:
     """Return the models that were trained."""
     if not observation.models:
-        raise NoSignal("no model was seen")
+        raise NoSignal("no model was observed")
     return observation.models
 
 
@@ -206,7 +206,7 @@ def loader_ms(observation: Observation, loader: Loader, *parts: str) -> float:
     """
     missing = [part for part in parts if part not in loader.lanes_ms]
     if missing:
-        raise NoSignal(f"the time of {missing[0]} within the loader was not seen")
+        raise NoSignal(f"the time of {missing[0]} within the loader was not observed")
     at_once = max(
         1, min(loader.num_workers or 1, observation.usable_cpus or loader.num_workers or 1)
     )
@@ -321,7 +321,9 @@ def layers_of_two_modes(model: Model) -> str:
 def has_peers(observations: Sequence[Observation]) -> bool:
     """Return True if the job has several ranks; raise NoSignal if only one was observed."""
     if len(observations) < 2 <= observations[0].world_size:
-        raise NoSignal(f"only rank {observations[0].rank} of {observations[0].world_size} was seen")
+        raise NoSignal(
+            f"only rank {observations[0].rank} of {observations[0].world_size} was observed"
+        )
     return observations[0].world_size > 1
 
 
@@ -332,5 +334,5 @@ def threads_and_cpus(observations: Sequence[Observation]) -> tuple[list[int], in
         (rank.usable_cpus or 0 for rank in observations), default=0
     )
     if len(threads) < len(observations) or not cpus:
-        raise NoSignal("torch's threads, or the CPUs, were not seen")
+        raise NoSignal("torch's threads, or the CPUs, were not observed")
     return threads, cpus

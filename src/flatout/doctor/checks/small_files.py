@@ -28,7 +28,7 @@ def look(observation: Observation) -> Findings:
     """Report costly opening and reading of a file for each sample."""
     for loader in training_loaders(observation):
         if loader.opens_per_sample is None:
-            raise NoSignal("which files the loader opens was not seen")
+            raise NoSignal("the files that the loader opens were not observed")
         if (
             loader.opens_per_sample < _ONE_EACH
             or share(observation, lane(observation, "input")) < HUNGRY

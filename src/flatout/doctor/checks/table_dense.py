@@ -23,7 +23,7 @@ def look(observation: Observation) -> Findings:
     if not any("Embedding" in layer for model in models(observation) for layer in model.layers):
         return
     if all(optimizer.sparse_share is None for optimizer in observation.optimizers):
-        raise NoSignal("which rows of the embeddings have gradients was not seen")
+        raise NoSignal("the rows of the embeddings that have gradients were not observed")
     sparse = [
         optimizer
         for optimizer in observation.optimizers

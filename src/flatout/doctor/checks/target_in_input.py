@@ -12,14 +12,14 @@ from flatout.observe import LeakedTarget, Observation
 def look(observation: Observation) -> Findings:
     """Report targets found in the input, equal or in other units."""
     if not observation.loss_looks:
-        raise NoSignal("no loss was looked at")
+        raise NoSignal("no loss was checked")
     for leaked in observation.leaked_targets:
         is_copy = leaked.factor == 1
         units = "" if is_copy else f" in other units, by a factor of {leaked.factor:.4g}"
         yield Finding(
             kind="danger",
             what=f"{_place(leaked)} is the target{units}: so in all {leaked.samples:,} samples "
-            f"that were looked at, with {leaked.values:,} different values",
+            f"that were checked, with {leaked.values:,} different values",
             do="leave this column out of the input",
             where=at(leaked.site),
             parity="changes learning",

@@ -20,7 +20,8 @@ def look(observation: Observation) -> Findings:
     needed = _WHOLE if observation.ended == "done" else _STOPPED
     if observation.still_targets and observation.steps < needed:
         raise NoSignal(
-            f"{observation.steps:,} steps were seen, too few to tell that a target network stays"
+            f"{observation.steps:,} steps were observed, too few to tell that a target "
+            "network stays"
         )
     for still in observation.still_targets:
         name = still.kind.rpartition(".")[2]

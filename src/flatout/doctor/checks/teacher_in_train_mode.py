@@ -15,7 +15,7 @@ _LOOKED = 8
 def look(observation: Observation) -> Findings:
     """Report models that no optimizer steps, called in each step with layers in train mode."""
     if observation.steps < _LOOKED:
-        raise NoSignal("too few steps were seen to tell which models are not trained")
+        raise NoSignal("too few steps were observed to tell which models are not trained")
     for teacher in observation.teachers:
         name = teacher.kind.rpartition(".")[2]
         yield Finding(

@@ -34,7 +34,7 @@ def look(observation: Observation) -> Findings:
         if share(observation, wait) < HUNGRY:
             continue
         if not loader.hot:
-            raise NoSignal("which lines take the loader's time was not seen")
+            raise NoSignal("the lines that take the loader's time were not observed")
         parsing = [(site, part) for site, part in loader.hot if _parses(site)]
         if sum(part for _, part in parsing) >= _MUCH:
             yield _finding(loader, parsing, wait)

@@ -20,7 +20,7 @@ def look(observation: Observation) -> Findings:
         return
     trained = models(observation)
     if observation.matmul_precision is None or observation.bf16_units is None:
-        raise NoSignal("torch's precision of matrix products was not seen")
+        raise NoSignal("torch's precision of matrix products was not observed")
     # A GPU with units for bf16 also has units for TF32.
     if observation.matmul_precision != _PLAIN or not observation.bf16_units:
         return

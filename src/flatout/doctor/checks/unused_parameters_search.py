@@ -17,7 +17,7 @@ def look(observation: Observation) -> Findings:
         if not model.wrapper_options.get("find_unused_parameters"):
             continue
         if model.unused_parameters is None:
-            raise NoSignal("which parameters had gradients was not seen")
+            raise NoSignal("the parameters that had gradients were not observed")
         if model.unused_parameters:
             continue
         yield Finding(

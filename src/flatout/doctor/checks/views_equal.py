@@ -15,7 +15,7 @@ _LOOKED = 8
 def look(observation: Observation) -> Findings:
     """Report models that get the same images twice in a step, in separate tensors."""
     if observation.steps < _LOOKED:
-        raise NoSignal("too few steps were seen to compare what models are called with")
+        raise NoSignal("too few steps were observed to compare the inputs of models")
     for views in observation.equal_views:
         name = views.kind.rpartition(".")[2]
         how = (
@@ -24,7 +24,7 @@ def look(observation: Observation) -> Findings:
         yield Finding(
             kind="danger",
             what=f"{how} get the same {views.samples:,} pictures bitwise, in each of the "
-            f"{views.steps} steps looked at, and give the same: they are no two views",
+            f"{views.steps} checked steps, and give the same outputs: they are not two views",
             do="transform each view by itself, and seed neither before it is drawn",
             where=at(views.site),
             parity="changes learning",

@@ -17,7 +17,7 @@ def look(observation: Observation) -> Findings:
             continue
         states = loader.worker_hashes
         if states is None:
-            raise NoSignal("the random state of the workers was not seen")
+            raise NoSignal("the random state of the workers was not observed")
         if len(set(states)) < len(states):
             yield _finding(loader, states)
 

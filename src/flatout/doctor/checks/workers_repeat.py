@@ -16,7 +16,7 @@ def look(observation: Observation) -> Findings:
         if not loader.is_iterable or workers < 2:
             continue
         if len(loader.worker_batches) <= workers:
-            raise NoSignal("not every worker's first batch was seen")
+            raise NoSignal("not every worker's first batch was observed")
         first, second = loader.worker_batches[:workers], loader.worker_batches[workers]
         if len(set(first)) > 1 or second == first[0]:
             continue

@@ -29,7 +29,7 @@ def look(observation: Observation) -> Findings:
         if not loader.num_workers or loader.persistent_workers is not False:
             continue
         if len(loader.first_ms) < 2 or loader.wait_ms is None:
-            raise NoSignal("fewer than two epochs were seen")
+            raise NoSignal("fewer than two epochs were observed")
         # The start in the first epoch cannot be avoided.
         late = [first - loader.wait_ms for first in loader.first_ms[1:]]
         cost = max(0.0, sum(late)) / max(1, observation.steps)

@@ -20,7 +20,7 @@ def look(observation: Observation) -> Findings:
         return
     cpus = observation.usable_cpus
     if cpus is None or observation.runnable is None:
-        raise NoSignal("how many processes wait for a CPU was not seen")
+        raise NoSignal("the number of processes that wait for a CPU was not observed")
     if observation.runnable < _CROWDED:
         return
     for loader in crowds:

@@ -27,7 +27,7 @@ def look(observation: Observation) -> list[Finding]:
     alone = [loader for loader in training_loaders(observation) if loader.num_workers == 0]
     wait = lane(observation, "input")
     if observation.usable_cpus is None:
-        raise NoSignal("how many CPUs are usable was not seen")
+        raise NoSignal("the number of usable CPUs was not observed")
     # Workers use all cores instead of one. If the model computes on a GPU, all cores are free for
     # workers. If it computes on the same cores, dividing the work is all that can be saved.
     hidden = wait if is_gpu(observation) else wait * (1 - 1 / observation.usable_cpus)
@@ -51,7 +51,7 @@ def _finding(observation: Observation, loader: Loader, wait: float, hidden: floa
     return Finding(
         kind="slow",
         what=f"num_workers=0: each batch is loaded between two steps, {ms(wait)} per step, while "
-        f"{cpus - 1} other CPU{'s' if cpus > 2 else ''} could do it beside them",
+        f"{cpus - 1} other CPU{'s' if cpus > 2 else ''} could do it during the steps",
         do=do,
         where=at(made(loader)),
         cost_ms=hidden,

@@ -15,7 +15,7 @@ def look(observation: Observation) -> Findings:
         optimizer for optimizer in observation.optimizers if optimizer.kept_gradients is not None
     ]
     if not known:
-        raise NoSignal("no two steps of an optimizer with gradients were seen")
+        raise NoSignal("no two steps of an optimizer with gradients were observed")
     for optimizer in known:
         kept, of = optimizer.kept_gradients or (0, 0)
         if of < 2 or kept < of:

@@ -41,7 +41,7 @@ def forget_gradients(at: FoundAt) -> list[Edit]:
 def _must_always_train_all(code: Code) -> None:
     for node in ast.walk(code.tree):
         if isinstance(node, ast.Attribute) and node.attr in ("grad", "requires_grad"):
-            raise Unsure("the code reads gradients, or says who has one")
+            raise Unsure("the code reads gradients, or checks for missing ones")
         if isinstance(node, ast.FunctionDef) and node.name == "forward":
             if any(isinstance(part, _BRANCHES) for part in ast.walk(node)):
                 raise Unsure("a part of the model may be left out in some steps")
@@ -109,7 +109,7 @@ def workers(at: FoundAt) -> list[Edit]:
 
 def _threads_before(code: Code, call: ast.Call, count: int) -> Change:
     if calls_of(code, "set_num_threads") or not is_imported(code, "torch"):
-        raise Unsure("where threads are set cannot be told")
+        raise Unsure("the place where threads are set is not known")
     statement = code.statement(call)
     begin = code.begin(statement)
     indent = code.lines[statement.lineno - 1][: begin - code.starts[statement.lineno - 1]]

@@ -31,7 +31,7 @@ def on_device(at: FoundAt) -> list[Edit]:
     made = [(call, call.func.value) for call in result if isinstance(call.func, ast.Attribute)]
     pairs = [(call, item) for call, item in made if _is_constant(item)]
     if len(pairs) != 1:
-        raise Unsure("what is made there cannot be told")
+        raise Unsure("the tensors that are made there are not known")
     copy, made_by = pairs[0]
     assert isinstance(made_by, ast.Call)
     if copy.keywords or len(copy.args) > 1 or any(w.arg == "device" for w in made_by.keywords):
@@ -43,7 +43,7 @@ def on_device(at: FoundAt) -> list[Edit]:
         if not _names_a_device(given):
             raise Unsure("a type may be asked for")
     elif name_of(copy.func) == "to":
-        raise Unsure("where it goes cannot be told")
+        raise Unsure("the target device is not known")
     changes = code.with_arguments(made_by, device=device)
     return [code.edit(*changes, (code.outer_end(made_by), code.end(copy), ""))]
 

@@ -71,7 +71,7 @@ def _is_eval(node: ast.AST) -> bool:
 def eval_first(at: FoundAt) -> list[Edit]:
     """Add `model.eval()` before an evaluation, and `model.train()` after it."""
     if at.is_told:
-        raise Unsure("Keras' layers are told with each call whether they train")
+        raise Unsure("Keras' layers get training= in each call")
     code = at.code
     model = at.model()
     around = _without_gradients(code, at.statement)

@@ -145,7 +145,7 @@ def set_epoch(at: FoundAt) -> list[Edit]:
     code = at.code
     loops = [loader for loader in at.seen.loaders if str(loader.site) == at.finding.where]
     if not any(loop.is_distributed for loop in loops):
-        raise Unsure("no sampler of several ranks was seen")
+        raise Unsure("no sampler of several ranks was observed")
     _, call = loader(at)
     sampler = next((word.value for word in call.keywords if word.arg == "sampler"), None)
     name = ""
@@ -224,7 +224,7 @@ def _iterating(at: FoundAt) -> FoundAt:
 def train_again(at: FoundAt) -> list[Edit]:
     """Add `model.train()` before the steps of each epoch."""
     if at.is_told:
-        raise Unsure("Keras' layers are told with each call whether they train")
+        raise Unsure("Keras' layers get training= in each call")
     code, model = at.code, ast.unparse(at.model())
     loop = code.above(at.statement, ast.For, ast.While, ast.FunctionDef)
     if not isinstance(loop, (ast.For, ast.While)):

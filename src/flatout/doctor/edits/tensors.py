@@ -220,7 +220,7 @@ def index_select(at: FoundAt) -> list[Edit]:
             raise Unsure("what was indexed cannot be seen")
         changes += _as_method(code, nodes[0])
     if not changes:
-        raise Unsure("whether rows are picked was not seen")
+        raise Unsure("it was not observed that whole rows are picked")
     return [code.edit(*changes)]
 
 
