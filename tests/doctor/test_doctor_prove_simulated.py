@@ -243,7 +243,7 @@ def test_memory_that_a_cure_makes_come_again_in_each_step_is_tried_to_be_kept(se
     given = proven(machine, LAST)
     assert outcomes(given) == {LAST: "prescribed", "memory_returned": "prescribed"}
     kept = given.proofs[1]
-    assert kept.reason == "beside channels_last"
+    assert kept.reason == "together with channels_last"
     assert kept.trial is not None
     assert kept.trial.ratio == pytest.approx(8 / 5, rel=0.05)
     assert given.together is not None
@@ -283,7 +283,7 @@ def test_where_noise_comes_of_memory_that_comes_again_cures_are_tried_with_it_ke
                 ALLOCATOR: "prescribed", LAST: "prescribed", FUSED: "left alone",
             }  # fmt: skip
             fast = found.proofs[1]
-            assert fast.reason == "beside memory kept by the allocator"
+            assert fast.reason == "together with memory kept by the allocator"
             assert fast.trial.ratio == pytest.approx(9.5 / 6.5, rel=0.1)
     assert both >= 14
     times = {"allocator_and_memory_format": 9.5, "allocator_and_fused_optimizer": 9.5}

@@ -152,7 +152,7 @@ def _busy_gpus(facts: Facts) -> Finding | None:
     return Finding(
         "note",
         f"GPU {gpu.nvml_index} ({gpu.name}) is in use: {used} by process {who}",
-        "measurements made beside other jobs are rough",
+        "measurements made while other jobs run are rough",
     )
 
 
@@ -246,7 +246,7 @@ def _busy_machine(facts: Facts) -> Finding | None:
     return Finding(
         "note",
         f"other work keeps {load:.1f} of {present} CPUs busy",
-        "measurements made beside other jobs are rough",
+        "measurements made while other jobs run are rough",
     )
 
 

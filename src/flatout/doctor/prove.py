@@ -171,14 +171,14 @@ class Proving:
             if calm is None or calm.pairs < 2 or calm.floor > min(_NOISY, result.floor / 2):
                 return None
             self._believe(pair, calm)
-            self._told(f"  A/A noise ±{self._floor:.1%}, so cures are tried beside that")
+            self._told(f"  A/A noise ±{self._floor:.1%}, so cures are tried in addition to that")
             self._alone(plain, kept, remaining=len(cures))
             alone = self._tried.pop(kept.names, None)
             if alone is None:  # no time was left for this trial
                 return []
             chosen = self._chosen(base, [cure for cure in cures if cure is not kept])
         for names, tried in self._tried.items():
-            reason = ", ".join(filter(None, (tried.proof.reason, f"beside {kept.words}")))
+            reason = ", ".join(filter(None, (tried.proof.reason, f"together with {kept.words}")))
             self._tried[names] = replace(tried, proof=replace(tried.proof, reason=reason))
         self._tried[kept.names] = alone
         return [kept, *chosen] if chosen or alone.proof.outcome == "prescribed" else []
@@ -300,7 +300,7 @@ class Proving:
         if cure in self._brought:  # no trial of this cure alone exists
             proof = self._judging.proof(cure, pair)
             if proof.outcome == "prescribed":
-                proof = replace(proof, reason=f"beside {together(chosen).words}")
+                proof = replace(proof, reason=f"together with {together(chosen).words}")
             self._tried[cure.names] = _Tried(cure, proof, pair)
         learns = self._judging.compared(cure, pair).holds
         if pair.result is None or not pair.result.wins or not learns:
