@@ -215,7 +215,7 @@ def test_workers_that_stay_see_what_changes_between_epochs(scripts, tmp_path):
     plain, cured = scripts.run(path), scripts.run(path, "input.workers=1")
     assert cured.out == plain.out
     assert cured.applied["input.workers"] == "workers=1"
-    assert "Later.epoch is another one" in cured.err
+    assert "Later.epoch is different in each epoch" in cured.err
 
 
 def test_a_backward_pass_that_finds_no_graph_names_the_cure(scripts, tmp_path):
