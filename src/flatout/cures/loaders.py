@@ -157,8 +157,7 @@ class Loaders:
                 if changed:
                     leave(
                         PERSISTENT,
-                        f"{changed} is different in each epoch: new workers see the "
-                        "change",
+                        f"{changed} is different in each epoch: new workers see the change",
                     )
                     loader._iterator = None
                 else:
