@@ -25,6 +25,7 @@ from types import ModuleType
 TORCH = ("numpy", "torch", "torch._dynamo", "torch.utils.data")
 TRAINING = (*TORCH, "torchmetrics", "flatout.train.trainer", "flatout.train.loop")
 _processes = []
+_taking = threading.Lock()
 
 
 def start(command, folder, environment, loaded=TRAINING):
@@ -36,11 +37,18 @@ def start(command, folder, environment, loaded=TRAINING):
         environment: all of its variables.
         loaded: modules that it finds loaded.
     """
-    process = next((one for one in _processes if one.is_free and one.loaded == loaded), None)
-    if process is None:
-        process = _Process(loaded)
-        _processes.append(process)
-    return Script(process, list(map(str, command)), folder, environment)
+    return Script(_taken(loaded), list(map(str, command)), folder, environment)
+
+
+def _taken(loaded):
+    """A process for one script; threads may start scripts at the same time."""
+    with _taking:
+        process = next((one for one in _processes if one.is_free and one.loaded == loaded), None)
+        if process is None:
+            process = _Process(loaded)
+            _processes.append(process)
+        process.is_free = False
+        return process
 
 
 def run(command, folder, environment, loaded=TRAINING, timeout=120):
@@ -60,7 +68,6 @@ class Script:
         self.args, self.returncode = command, None
         self._process = process
         self._output = Path(tempfile.mkdtemp())
-        process.is_free = False
         process.write(
             {
                 "command": command,
@@ -72,7 +79,9 @@ class Script:
 
     @cached_property
     def pid(self):
-        return self._process.read(None)
+        number = self._process.read(None)
+        assert number > 0, number  # a signal to 0 would reach the processes of all tests
+        return number
 
     def wait(self, timeout=None):
         if self.returncode is None and self.pid:
