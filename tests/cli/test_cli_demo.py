@@ -199,7 +199,7 @@ def test_the_plain_loop_learns_and_tells_each_epoch() -> None:
     model = ConvNet(10, 12, 12)
     seen: list[tuple[int, float]] = []
     job = train_plainly(
-        model, train, test, epochs=3, most_s=600, tell=lambda *words: seen.append(words)
+        model, train, test, epochs=3, most_s=600, report=lambda *words: seen.append(words)
     )
     assert [epoch for epoch, _ in seen] == [1, 2, 3]
     assert job.accuracy == seen[-1][1] > 0.8
@@ -216,7 +216,7 @@ def test_the_plain_loop_learns_and_tells_each_epoch() -> None:
 @pytest.mark.usefixtures("_one_thread")
 def test_out_of_time_the_plain_loop_ends_and_gives_no_accuracy() -> None:
     train, test = ((part.inputs.float() / 255, part.targets) for part in digits())
-    job = train_plainly(ConvNet(), train, test, epochs=5, most_s=0.0, tell=lambda *words: None)
+    job = train_plainly(ConvNet(), train, test, epochs=5, most_s=0.0, report=lambda *words: None)
     assert job.epochs == pytest.approx(1 / 23)
     assert job.accuracy is None
     assert job.images_per_s > 0
