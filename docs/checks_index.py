@@ -20,19 +20,22 @@ HEAD = """\
 
 <!-- Made from the checks and their pages by docs/checks_index.py. -->
 
-What `flatout doctor train.py` looks for: a page for each finding, under its name in `--json`. Every
-check sees each rank of your script; one that lacks its signal says so and does not guess.
+The checks of `flatout doctor train.py`. Each finding has a page, under the finding's name in
+`--json`. Each check runs on each rank of your script. A check that lacks its input says so and does
+not guess.
 
-- **danger**: the job may fail or learn something wrong. It is told whatever it costs.
-- **slow**: it costs time. The bound that the finding names is the most that its cure can return;
-  with `~` it is an estimate.
-- **note**: good to know. What is slow elsewhere but takes less than 2% of a step here is a note
-  too, and left alone.
+- **danger**: the job may fail or learn something wrong. A danger is reported whatever time it
+  costs.
+- **slow**: the finding costs time. Its bound is the most time that the cure can save; `~` marks an
+  estimate.
+- **note**: good to know. A slow finding that takes less than 2% of a step is a note too, and
+  nothing is changed for it.
 
-The result of a cure has four wordings: *bit-identical*, *rounding*, *redrawn* (the same
-distribution, other random draws), *changes learning*. The last is never applied unasked.
+The result of a cure has one of four names: *bit-identical*, *rounding*, *redrawn* (the same
+distribution, other random draws), *changes learning*. A cure that changes learning is applied only
+if you ask for it.
 
-A cure by Recipe takes hold in the [script as it is](../cures.md). Where the last column says so,
+A cure by Recipe acts on the [unchanged script](../cures.md). Where the last column says yes,
 `flatout doctor --diff` often writes the [change of code](../doctor_changes.md).
 
 """
@@ -43,13 +46,13 @@ TABLE = """\
 """
 
 FOOT = """
-Most of them have a script in `bench/corpus` that shows them, and a patch that makes it clean.
-Factors of CPU time on these pages come from such pairs: one thread, on a busy machine with AMX, so
-they are rough.
+Most checks have a script in `bench/corpus` with the mistake, and a patch that corrects the script.
+Factors of CPU time on these pages were measured on these pairs, with one thread on a busy machine
+with AMX, so they are rough.
 
 ## The code on these pages
 
-It runs as it stands, behind these lines:
+Each block of code runs after these lines:
 
 ```python title="before all"
 import torch
@@ -73,8 +76,8 @@ def step(x, y):
     return loss.detach()
 ```
 
-Where a page says bit-identical, both versions of its code train the model to the same bits. That is
-tested, as is that the others run.
+Where a page says bit-identical, a test checks that both versions of its code train the model to the
+same bits. Another test runs the code of the other pages.
 """
 
 
