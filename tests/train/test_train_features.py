@@ -17,6 +17,7 @@ from train_jobs import figures, quiet, same
 import flatout
 from flatout.data.sources.images.image_rows import ImageRows
 from flatout.errors import DataError
+from flatout.measure import Profile
 from flatout.models import Contents, find_cuts
 from flatout.recipe import Recipe
 from flatout.train.explanation import Explanation
@@ -516,3 +517,13 @@ def test_keras_models_keep_features_too(monkeypatch, compiled):
         assert np.allclose(ours, theirs, atol=1e-6)
     losses = [[one["loss"] for one in each.epochs] for each in (history, expected)]
     assert np.allclose(*losses, atol=1e-5)
+
+
+def test_steps_are_not_measured_where_features_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_PROFILE_BATCHES", "1")
+    recipe = Recipe(input={"features": "memory"})
+    trainer = flatout.Trainer(frozen(), optimizer="sgd", recipe=recipe, run=tmp_path, say=quiet)
+    trainer.fit(images(), batch_size=10, epochs=3, progress=False)
+    found = Profile.read(tmp_path)
+    assert found.step_times == found.ranks_on_host == []
+    assert any("not measured: features of frozen layers are kept" in note for note in found.notes)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from train_frozen import frozen, images
 from train_jobs import StopAt, data, network, quiet
 from train_ranks import run_on_two_ranks
 
@@ -19,7 +18,6 @@ from flatout.errors import FlatoutError
 from flatout.masked import masked
 from flatout.measure import LANES, Profile, profile_schema
 from flatout.measure.profile import QUANTILES
-from flatout.recipe import Recipe
 from flatout.train.profiled import over_periods
 from flatout.train.terms import TERMS, Terms
 
@@ -291,13 +289,3 @@ def test_steps_are_measured_by_their_size_without_a_trace(tmp_path, monkeypatch)
     assert {one.local_batch for one in found.ranks_on_host} == {32}
     assert all(min(one.seconds) > 0 for one in found.ranks_on_host)
     assert not any("not measured" in note for note in found.notes)
-
-
-def test_steps_are_not_measured_where_features_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLATOUT_PROFILE_BATCHES", "1")
-    recipe = Recipe(input={"features": "memory"})
-    trainer = flatout.Trainer(frozen(), optimizer="sgd", recipe=recipe, run=tmp_path, say=quiet)
-    trainer.fit(images(), batch_size=10, epochs=3, progress=False)
-    found = Profile.read(tmp_path)
-    assert found.step_times == found.ranks_on_host == []
-    assert any("not measured: features of frozen layers are kept" in note for note in found.notes)
