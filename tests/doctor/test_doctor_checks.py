@@ -1585,15 +1585,18 @@ def test_gradients_of_another_optimizer_are_a_danger_once_they_are_added():
 def test_a_teacher_in_train_mode_is_told_by_what_was_seen_of_it():
     (found,) = look_of("teacher_in_train_mode")(job(teachers=[TEACHER]))
     assert "Large is called in each step and never trained, but in train mode" in found.what
-    assert "9 BatchNorm2d, 2 Dropout; the first has set 50% of its numbers to zero" in found.what
-    assert "the running statistics of 9 have moved" in found.what
+    assert (
+        "9 BatchNorm2d, 2 Dropout; the first dropout has set 50% of its numbers to zero"
+        in found.what
+    )
+    assert "the running statistics of 9 have changed" in found.what
 
 
 def test_an_optimizer_that_is_made_again_is_told_with_what_its_averages_span():
     look = look_of("optimizer_remade")
     (found,) = look(job(remade=[REMADE]))
     assert "Adam is made again every 200 steps, 4 times in 800 steps, for the same 6" in found.what
-    assert "though they are to span about 1,000 steps" in found.what
+    assert "though they should span about 1,000 steps" in found.what
     (found,) = look(job(remade=[replace(REMADE, each=1)]))
     assert "made again every step" in found.what
 
@@ -1773,14 +1776,14 @@ def test_a_plateau_is_told_with_its_mode_and_what_it_gets():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, ("once that no longer falls", '(..., mode="max")')),
-        ({"acts": "keeps"}, ("with which that is smallest", '(..., mode="max")')),
+        ({}, ("once the score no longer falls", '(..., mode="max")')),
+        ({"acts": "keeps"}, ("keeps the weights with the smallest score", '(..., mode="max")')),
         (
             {"mode": "max", "metric": "val_loss", "metric_kind": "loss"},
             ("no longer rises", '"min")'),
         ),
         ({"kind": "Seq2SeqTrainingArguments", "acts": "keeps"}, ("", "greater_is_better=True")),
-        ({"kind": "if", "acts": "keeps"}, ("is the smallest so far", "round")),
+        ({"kind": "if", "acts": "keeps"}, ("is the smallest so far", "reverse the comparison")),
         ({"metric": "val_metric", "metric_kind": ""}, ()),
         ({"acts": "lowers"}, ()),
     ],
@@ -1972,7 +1975,7 @@ def test_a_seed_that_comes_again_is_told_once():
     seeds = [order, *(RepeatedSeed(f"{name}.seed", HERE, [0, 10]) for name in ("numpy", "torch"))]
     (found,) = look(job(repeated_seeds=seeds))
     assert found.what.startswith("numpy.seed begins with the same seed each time")
-    assert "so do torch.seed (" in found.what
+    assert "the same holds for torch.seed (" in found.what
     # A loader's order is told by another check; noise is not.
     noise = RepeatedSeed("torch.randn", HERE, [0, 1, 2, 3], seed=7)
     (found,) = look(job(repeated_seeds=[order, noise], loader={"hashes": [1, 1]}))

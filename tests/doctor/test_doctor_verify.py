@@ -87,7 +87,8 @@ def timed(*seconds):
         (
             timed((4.0, 2.0), (None, 2.0)),
             0.1,
-            "  a loss of 0.1 was reached by 1 of 2 runs as it is, by 2 of 2 with what was proven",
+            "  a loss of 0.1 was reached by 1 of 2 runs of the script as it is, by 2 of 2 "
+            "runs with the proven settings",
         ),
     ],
 )
@@ -181,7 +182,10 @@ def test_a_cure_that_learns_worse_is_seen(what):
     assert (again[0].loss, again[1].loss) == (plain.loss, cured.loss)
     assert "seeds itself" in found.words()[0]
     assert [run.to_target_s is None for run in found.pairs[0]] == [False, True]
-    assert "a loss of 0.1 was reached by 2 of 2 runs as it is, by 0 of 2" in found.words()[2]
+    assert (
+        "a loss of 0.1 was reached by 2 of 2 runs of the script as it is, by 0 of 2"
+        in found.words()[2]
+    )
 
 
 @pytest.mark.slow

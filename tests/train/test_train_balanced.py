@@ -107,5 +107,5 @@ def test_a_compiled_keras_model(kind):
         fits = flatout.Trainer(model, say=lambda line: None)
         losses.append(fits.fit(*given, verbose=0, class_weight=weight).history["loss"])
     assert losses[0] == losses[1]
-    with pytest.raises(DataError, match="one array, and found none"):
+    with pytest.raises(DataError, match="one array, found none"):
         fits.fit([(x, y)], verbose=0, class_weight="balanced")

@@ -202,7 +202,9 @@ class Proving:
             self._bench.floor = self._floor
         if self._floor > _NOISY:
             self._believe_cpu_time(pair)
-            self._noise = others.words() or "no other process here took a CPU during trials"
+            self._noise = (
+                others.words() or "no other process on this machine used a CPU during trials"
+            )
         self._told(f"  A/A noise ±{self._floor:.1%}" + (f": {self._noise}" if self._noise else ""))
 
     def _believe(self, pair: Pair, result: TrialResult) -> None:

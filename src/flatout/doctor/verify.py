@@ -110,7 +110,10 @@ class Verified:
                 f"  time to {loss}: {rounded(before)} s → {rounded(after)} s, {before / after:.2f}x"
             )
         came = [f"{len(item)} of {len(self.pairs)}" for item in reached]
-        return f"  {loss} was reached by {came[0]} runs as it is, by {came[1]} with what was proven"
+        return (
+            f"  {loss} was reached by {came[0]} runs of the script as it is, by {came[1]} runs "
+            "with the proven settings"
+        )
 
     def _judgment(self, seeds: str) -> str:
         if all(plain.loss == cured.loss for plain, cured in self.pairs):
@@ -154,7 +157,7 @@ def verify(
             for item in order:
                 runs[item is cure] = _whole_run(what, item, seed)
                 run, _ = runs[item is cure]
-                words = "with what was prescribed" if item is cure else "as it is"
+                words = "with the prescription" if item is cure else "as it is"
                 took = f"{rounded(run.seconds)} s"
                 told(f"seed {seed}, {words}: loss {rounded(run.loss, 4)} after {took}")
             low = max(run.loss for run, _ in runs.values()) if target is None else target

@@ -32,7 +32,7 @@ def look(observation: Observation) -> Findings:
 def _finding(words: str, site: Site, cost: float) -> Finding:
     return Finding(
         kind="slow",
-        what=f"{words}it makes each module, name and tensor of what it copies again",
+        what=f"{words}each copy makes all modules, names and tensors again",
         do="copy once, and from then on write the new numbers into that copy: "
         "kept.lerp_(new, share) or kept.copy_(new), for all tensors at once "
         "torch._foreach_lerp_ or torch._foreach_copy_",

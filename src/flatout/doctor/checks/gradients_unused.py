@@ -57,9 +57,9 @@ def _numbers(item: UnusedGradients) -> str:
 def _added(item: UnusedGradients) -> Finding:
     return Finding(
         kind="danger",
-        what=f"gradients of this loss, which is for the optimizer stepped at "
-        f"{_place(item.stepped_at)}, stay in {_model(item)}: its optimizer steps by them and by "
-        f"those of its own loss, {_numbers(item)}",
+        what=f"this loss is for the optimizer stepped at {_place(item.stepped_at)}, but its "
+        f"gradients stay in {_model(item)}, too: the optimizer of that model steps by these "
+        f"gradients in addition to the gradients of its own loss, {_numbers(item)}",
         do=f"{_detach(item)}, and zero_grad() before each backward",
         where=at(item.backward_at),
         parity="changes learning",
@@ -70,8 +70,8 @@ def _zeroed(item: UnusedGradients, cost: float | None) -> Finding:
     return Finding(
         kind="slow",
         what=f"backward goes on into {_model(item)}: the optimizer stepped at "
-        f"{_place(item.stepped_at)} does not have its {_numbers(item)}, and their own one zeroes "
-        "them before it steps",
+        f"{_place(item.stepped_at)} does not have its {_numbers(item)}, and the model's own "
+        "optimizer zeroes their gradients before it steps",
         do=_detach(item),
         where=at(item.backward_at),
         cost_ms=cost,
@@ -85,12 +85,12 @@ def _kept(item: UnusedGradients, cost: float | None) -> Finding:
     return Finding(
         kind="slow",
         what=f"no optimizer steps {name}'s {_numbers(item)}, but backward computes their "
-        f"gradients, about {item.share:.0%} of all: they add up from step to step, and nothing "
-        "reads them",
+        f"gradients, about {item.share:.0%} of all gradients: they add up from step to step, "
+        "and nothing reads them",
         do=f"requires_grad_(False) on {name}: the gradient still passes through it"
         if item.passes_on
-        else f"with torch.no_grad(): around this call; or give {name} to the optimizer, where it "
-        "is to learn",
+        else f"with torch.no_grad(): around this call; or give {name} to the optimizer, if it is "
+        "to be trained",
         where=at(item.called_at or item.backward_at),
         cost_ms=cost,
         is_estimate=True,

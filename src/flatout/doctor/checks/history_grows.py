@@ -41,9 +41,9 @@ def look(observation: Observation) -> Findings:
             grows = f", {ms(later)} after {steps:,.0f} steps{of}, {in_all} in all: quadratic"
         yield Finding(
             kind=kind_of(observation, max(now, mean)),
-            what=f"{history.words} {copies} all that was kept before in each step: {_told(now)} "
-            f"now{grows} ({history.numbers:,} numbers after {history.at} steps, {history.more:,} "
-            "more with each)",
+            what=f"{history.words} {copies} all earlier values in each step: {_told(now)} "
+            f"now{grows} ({history.numbers:,} numbers after {history.at} steps, "
+            f"{history.more:,} more with each step)",
             do="add up as you go, or read the list once, after the epoch"
             if history.is_list
             else "append to a list, and put it together once, where it is read",

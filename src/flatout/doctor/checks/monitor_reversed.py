@@ -32,13 +32,16 @@ def look(observation: Observation) -> Findings:
 def _what(monitor: Monitor) -> str:
     which, metric = _KEEPS[monitor.mode], f"{monitor.metric}, a {monitor.metric_kind}"
     if monitor.kind == "if":
-        return f"weights are kept where {metric}, is the {which} so far: those of the worst epoch"
+        return (
+            f"weights are kept where {metric}, is the {which} so far: the weights of the worst "
+            "epoch"
+        )
     does = (
-        f"keeps the weights with which that is {which}"
+        f"keeps the weights with the {which} {monitor.metric_kind}"
         if monitor.acts == "keeps"
-        else f"ends the training once that no longer {_WAITS[monitor.mode]}"
+        else f"ends the training once the {monitor.metric_kind} no longer {_WAITS[monitor.mode]}"
     )
-    return f"{monitor.kind} looks at {metric}, {in_mode(monitor)}: it {does}"
+    return f"{monitor.kind} monitors {metric}, {in_mode(monitor)}: it {does}"
 
 
 def _do(kind: str, better: str) -> str:

@@ -23,9 +23,9 @@ def _finding(remade: RemadeOptimizer) -> Finding:
     steps = "step" if remade.each == 1 else f"{remade.each:,} steps"
     return Finding(
         kind="danger",
-        what=f"{name} is made again every {steps}, {remade.times} times in {remade.until:,} steps, "
-        f"for the same {remade.parameters:,} tensors, which train on: its averages begin at zero "
-        f"each time, though they are to span about {remade.memory:,} steps",
+        what=f"{name} is made again every {steps}, {remade.times} times in {remade.until:,} "
+        f"steps, for the same {remade.parameters:,} tensors, which still train: its averages "
+        f"begin at zero each time, though they should span about {remade.memory:,} steps",
         do=f"make {name} once, before the loop; set another rate in optimizer.param_groups, or by "
         "a scheduler",
         where=at(remade.site),

@@ -38,9 +38,9 @@ def _finding(seeds: Sequence[RepeatedSeed]) -> Finding:
     steps = [f"{step:,}" for step in first.steps[:_NAMED]]
     more = ", ..." if len(first.steps) > _NAMED else ""
     when = f"after {', '.join(steps)}{more} steps"
-    again = "orders, noise and augmentation come again as they were"
+    again = "orders, noise and augmentation repeat exactly"
     others = ", ".join(f"{item.kind} ({at(item.site)})" for item in seeds[1:_NAMED])
-    also = f"; so do {others}" if others else ""
+    also = f"; the same holds for {others}" if others else ""
     return Finding(
         kind="danger",
         what=f"{_told(first)}, {when}{also}: {again}",

@@ -44,8 +44,8 @@ def look(observation: Observation) -> Findings:
             f"updates all of them; backward and optimizer take {ms(cost)}",
             do="step touched rows only, with the result of the dense optimizer"
             if steps_rows
-            else "nn.Embedding(..., sparse=True) with SparseAdam or SGD: rows that are not touched "
-            "stay as they are, which dense Adam's momentum does not do",
+            else "nn.Embedding(..., sparse=True) with SparseAdam or SGD: rows without gradients "
+            "keep their values, but dense Adam's momentum changes them",
             where=at(optimizer.site),
             cost_ms=cost * (1 - (optimizer.sparse_share or 0.0)),
             parity="rounding" if steps_rows else "changes learning",

@@ -36,8 +36,8 @@ def _layers(teacher: Teacher) -> str:
 def _shown(teacher: Teacher) -> str:
     words = ""
     if teacher.dropped:
-        words += f"; the first has set {teacher.dropped:.0%} of its numbers to zero"
-        words += ", others for the same sample each time"
+        words += f"; the first dropout has set {teacher.dropped:.0%} of its numbers to zero"
+        words += ", other numbers for the same sample each time"
     if teacher.moved:
-        words += f"; in 4 steps the running statistics of {teacher.moved} have moved"
+        words += f"; in 4 steps the running statistics of {teacher.moved} have changed"
     return words

@@ -72,7 +72,7 @@ def no_search(at: FoundAt) -> list[Edit]:
     code, call = at.only_call(*_WRAPPERS)
     keyword = next((w for w in call.keywords if w.arg == "find_unused_parameters"), None)
     if keyword is None or not _is(keyword.value, True):
-        raise Unsure("it is not asked for here")
+        raise Unsure("find_unused_parameters=True is not set here")
     return [code.edit(*code.without_argument(call, keyword))]
 
 
@@ -92,7 +92,7 @@ def workers(at: FoundAt) -> list[Edit]:
     """
     count = at.finding.recipe.get("input.workers")
     if not isinstance(count, int):
-        raise Unsure("how many workers is not known")
+        raise Unsure("the number of workers is not known")
     code, call = loader(at)
     given(call, "num_workers")
     stays = given(call, "persistent_workers")
@@ -154,7 +154,7 @@ def given(call: ast.Call, name: str) -> ast.Constant | None:
     if any(isinstance(arg, ast.Starred) for arg in call.args):
         raise Unsure("what is passed by * is not known")
     if len(call.args) > _POSITION[name]:
-        raise Unsure("it is given by its place")
+        raise Unsure("the argument is given by position")
     value = next((word.value for word in call.keywords if word.arg == name), None)
     if value is not None and not isinstance(value, ast.Constant):
         raise Unsure("it comes from elsewhere")

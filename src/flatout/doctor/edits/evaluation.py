@@ -83,7 +83,7 @@ def eval_first(at: FoundAt) -> list[Edit]:
             raise Unsure("the model has no name where it is passed")
         model, around = outside, code.statement(outside)
     if not isinstance(around, (ast.With, ast.Assign, ast.AnnAssign, ast.Expr)):
-        raise Unsure("what is evaluated is a part of something else")
+        raise Unsure("the model that is evaluated is a part of something else")
     if any(isinstance(node, (ast.Return, ast.Break, ast.Continue)) for node in inside([around])):
         raise Unsure("the evaluation is left from within")
     name = ast.unparse(model)

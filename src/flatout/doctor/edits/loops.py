@@ -31,7 +31,7 @@ def tell_less(at: FoundAt) -> list[Edit]:
     statement, code = at.statement, at.code
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or not _only_tells(at, call):
-        raise Unsure("it may do more than tell")
+        raise Unsure("the call may do more than report")
     return [code.edit(*code.under(f"if {_step(code, statement)} % {EVERY} == 0:", [statement]))]
 
 

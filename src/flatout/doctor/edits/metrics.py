@@ -32,7 +32,7 @@ def after_loop(at: FoundAt) -> list[Edit]:
     if not isinstance(loop, ast.For) or loop.orelse or statement not in loop.body:
         raise Unsure("it stands in no loop, or under a condition")
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
-        raise Unsure("it is more than one value")
+        raise Unsure("the statement is not a single call with one result")
     target = statement.targets[0]
     if len(statement.targets) != 1 or not isinstance(target, ast.Name):
         raise Unsure("its value has no name")

@@ -16,7 +16,7 @@ def values(code: Code, name: ast.expr, depth: int = 0) -> list[ast.expr]:
     The value of a function's parameter is the argument of the only call of that function.
     """
     if depth > _DEEP:
-        raise Unsure("it is passed on too often")
+        raise Unsure("the name is passed on too often")
     if isinstance(name, ast.Attribute):
         return _of_attribute(code, name)
     if not isinstance(name, ast.Name):

@@ -115,7 +115,7 @@ def _refuse_host(host: Any, note: str) -> None:
         return
     name = host.decode() if isinstance(host, (bytes, bytearray)) else str(host)
     if name != os.environ.get("MASTER_ADDR") and not is_of_this_machine(name):
-        _refuse("network", f"a trial sends nothing elsewhere, here to {name}", note)
+        _refuse("network", f"a trial may not send data to other machines, here to {name}", note)
 
 
 @cache
