@@ -307,7 +307,7 @@ def test_noise_that_stays_with_memory_kept_has_another_cause():
     given = proven(machine, ALLOCATOR, LAST)
     assert given.noise
     assert given.floor > 0.2
-    assert not any("beside" in proof.reason for proof in given.proofs)
+    assert not any("together with" in proof.reason for proof in given.proofs)
 
 
 def test_memory_that_comes_again_in_a_few_steps_is_not_looked_after():
