@@ -48,6 +48,7 @@ def refused(words, monkeypatch, capsys):
         (["report", LONG], "expected the folder of a run, found none"),
         (["runs", LONG], "expected a folder with runs, found none"),
         (["export", LONG, "model.safetensors"], "there is no such file or folder"),
+        (["scaling", LONG, LONG], "cannot read a run's figures: File name too long"),
         (["forecast", LONG], "cannot read a Profile: File name too long"),
         (["jobs", LONG], "no job"),
         (["submit", "slurm", "--dry-run", f"{LONG}.py"], "no such script"),

@@ -190,7 +190,7 @@ def test_names_on_pages_exist_after_importing_only_flatout(tmp_path):
     }
     rooms = {".".join(name.split(".")[:3]) for name in found - set(NO_NAMES) if name.count(".") > 1}
     public = [name for name in rooms if name.split(".")[2] in names_of(name.split(".")[1])]
-    assert {"flatout.measure.Profile", "flatout.recipe.dump"} <= {*public}
+    assert {"flatout.measure.Profile", "flatout.report.Scaling", "flatout.recipe.dump"} <= {*public}
     code = "import flatout\n" + "\n".join(sorted(name for name in public if name not in NEEDING))
     run([sys.executable, "-c", code], tmp_path)
 

@@ -19,7 +19,7 @@ from flatout.cli.export import export
 from flatout.cli.forecast import forecast
 from flatout.cli.jobs import cancel, jobs, logs
 from flatout.cli.run import run
-from flatout.cli.runs import explain, report, runs, top
+from flatout.cli.runs import explain, report, runs, scaling, top
 from flatout.cli.submit import submit
 from flatout.console import folded, say_as_is
 from flatout.errors import FlatoutError
@@ -42,6 +42,7 @@ app.command()(report)
 app.command()(runs)
 app.command()(export)
 app.command()(devices)
+app.command()(scaling)
 app.command()(forecast)
 app.add_typer(submit, name="submit")
 app.command()(jobs)

@@ -1,4 +1,4 @@
-"""What runs did and do: `flatout explain`, `report`, `runs` and `top`."""
+"""What runs did and do: `flatout explain`, `report`, `runs`, `scaling` and `top`."""
 
 from __future__ import annotations
 
@@ -92,6 +92,27 @@ def runs(
         print_json(history.as_dict())
         return
     console().print(history)
+
+
+def scaling(
+    runs: Annotated[
+        list[str], Argument(metavar="RUNS...", help="Run folders, or files of History.save.")
+    ],
+    plot: Annotated[
+        Path | None, Option(metavar="FILE", help="Draw it too: .png, .svg or .pdf.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs of one job on 1 to N ranks: throughput, efficiency, what time was lost to."""
+    from flatout.report import Scaling
+
+    result = Scaling.from_runs(runs)
+    if plot is not None:
+        result.plot(plot)
+    if as_json:
+        print_json(result.as_dict())
+        return
+    console().print(result)
 
 
 def top(

@@ -4,6 +4,7 @@ from flatout.report.files import Files as Files
 from flatout.report.lane_bars import Lanes as Lanes
 from flatout.report.run_files import Report as Report
 from flatout.report.run_history import RunHistory as RunHistory
+from flatout.report.scaling import Scaling as Scaling
 from flatout.report.session import Asked as Asked
 from flatout.report.session import diagnose as diagnose
 from flatout.report.terminal import Changes as Changes

@@ -28,9 +28,13 @@ def read_run(run: str | os.PathLike[str]) -> Explanation:
         result = Explanation.of(history)
         result.lines()  # raises if figures are missing or of another type
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        what = f"expected the figures of a fit, found something else ({error!r})"
-        if isinstance(error, OSError):
-            what = f"cannot read a run's figures: {error.strerror}"
-        do = "name the run folder of a fit that has ended, or a file of History.save"
-        raise FlatoutError(what, where=str(file), do=do) from error
+        raise no_figures(file, error) from error
     return result
+
+
+def no_figures(file: Path, error: Exception) -> FlatoutError:
+    what = f"expected the figures of a fit, found something else ({error!r})"
+    if isinstance(error, OSError):
+        what = f"cannot read a run's figures: {error.strerror}"
+    do = "name the run folder of a fit that has ended, or a file of History.save"
+    return FlatoutError(what, where=str(file), do=do)
