@@ -10,7 +10,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-LIMITS = {"first word": 7, "phrase": 13, "long sentence": 9}
+LIMITS = {"first word": 6, "phrase": 11, "long sentence": 7}
 _FIRST = re.compile(r"(What|Of|As|How|Where|Those|That|Which|So)\b")
 _PHRASE = re.compile(
     r"\b(so many|so long|so often|looked at|(is|are|was|were) (told|said|seen)|beside|behind)\b",
