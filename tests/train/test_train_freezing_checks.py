@@ -62,4 +62,4 @@ def test_a_backbone_called_without_gradients_is_said_once(gives, accumulate):
     history = trainer.fit(x, y, epochs=2, progress=False)
     lines = [line for line in history.notes if "without gradients" in line]
     assert len(lines) == (gives == "never")
-    assert all("train: backbone; flatout.freeze" in line for line in lines)
+    assert all("trained: backbone; freeze it with flatout.freeze" in line for line in lines)
