@@ -1,4 +1,4 @@
-"""What runs did and do: `flatout explain`, `report`, `runs`, `scaling` and `top`."""
+"""Commands about runs: `flatout explain`, `report`, `runs`, `scaling` and `top`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def is_pipe(source: Source) -> TypeGuard[Pipeline]:
 
 
 def differs_by_rank(source: Source) -> bool:
-    """Return True if each rank reads a pipe or a shard of its own."""
+    """Return True if each rank has its own pipe or its own shard of the rows."""
     return is_pipe(source) or (isinstance(source, Pipeline) and source.has_own_rows)
 
 

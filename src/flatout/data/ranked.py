@@ -14,7 +14,7 @@ from flatout.data.source import Source
 from flatout.errors import DataError
 
 Share: TypeAlias = Literal["part", "own", "copy"]
-"""How a rank's batch relates to the global batch.
+"""The relation of a rank's batch to the global batch.
 
 "part": a part of the global batch. "own": a batch of the rank's own loader. "copy": the whole.
 """
